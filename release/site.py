@@ -34,6 +34,7 @@ NAVIGATION = {
         "docs/control",
         "docs/metrics",
         "docs/page",
+        "docs/verify",
         "docs/compare",
         "docs/plan",
         "docs/timeline",

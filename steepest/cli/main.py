@@ -10,7 +10,18 @@ import sys
 from collections.abc import Sequence
 
 from steepest import __version__
-from steepest.cli import compare, completion, doctor, explain, launch, plan, report, run, watch
+from steepest.cli import (
+    compare,
+    completion,
+    doctor,
+    explain,
+    launch,
+    plan,
+    report,
+    run,
+    verify,
+    watch,
+)
 from steepest.cli.scripts import TAKE_SCRIPTS
 from steepest.errors import RemoteTraceback, SteepestError
 
@@ -20,6 +31,7 @@ first steps:
   steepest doctor                       does it work here? what Ray and torch find, in 15 seconds
   steepest demo                         train handwritten digits under every strategy
   steepest run train.py --workers 2     run a script of yours that calls steepest.prepare()
+  steepest verify train.py              does it compute what one process does, also when workers die? a minute
   steepest launch slurm --help          the same on a cluster: kubernetes, sagemaker, slurm, spark
   steepest compare train.py             the same script under each strategy, and which one to take
   steepest plan train.py                what more workers would bring it, before there are any
@@ -46,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=int, default=8)
     demo.add_argument("--no-progress", action="store_true", help="no progress bar")
     demo.set_defaults(call=_demo)
-    for each in (doctor, compare, explain, launch, plan, report, run, watch):
+    for each in (doctor, compare, explain, launch, plan, report, run, verify, watch):
         each.add_parser(commands)
     completion.add_parser(commands, parser)
     return parser

@@ -8,7 +8,7 @@ from steepest.errors import ConfigurationError
 from steepest.loop.script import UserScript
 
 #: The commands that are given a script; what follows ``--`` is the script's own.
-TAKE_SCRIPTS = ("run", "compare", "plan")
+TAKE_SCRIPTS = ("run", "compare", "plan", "verify")
 
 
 def script_parser(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -23,14 +26,74 @@ from steepest.loop.prepared import Prepared
 from steepest.loop.streamed import StreamLockstep
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
-from steepest.loop.user_loop import UserLoop, calling
+from steepest.loop.user_loop import UserLoop, calling, current
 from steepest.validation import require_choice, require_count
 
 _ORDER = (
     "steepest.prepare(model, optimizer, loader), and schedulers and further loaders as there are"
 )
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_listeners = threading.local()
 
+
+class CallListener(Protocol):
+    """What is told of the calls that a function which trains makes of this module."""
+
+    def calls(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Take note that a function is about to be called; return the arguments without names that it is to get."""
+        ...
+
+    def called(
+        self, name: str, given: tuple[Any, ...], named: dict[str, Any], returned: Any
+    ) -> Any:
+        """Take note of a call that has returned; return what it is to return."""
+        ...
+
+
+@contextlib.contextmanager
+def told(listener: CallListener) -> Iterator[None]:
+    """Have a listener told of the calling thread's calls in this context, in a worker and alone."""
+    before = getattr(_listeners, "one", None)
+    _listeners.one = listener
+    try:
+        yield
+    finally:
+        _listeners.one = before
+
+
+def last_step() -> int | None:
+    """Return the number of the job's step that the calling function's last `optimizer.step()` was, from 0.
+
+    None where it was none: before the first one, outside of `steepest.run`, or where the worker passed over a step
+    that was committed before it came.
+    """
+    loop = current()
+    return None if loop is None else loop.steps.last
+
+
+def is_worker() -> bool:
+    """Return whether the calling function runs in a worker."""
+    return current() is not None
+
+
+def _told(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(function)
+    def call(*given: _P.args, **named: _P.kwargs) -> _R:
+        listener: CallListener | None = getattr(_listeners, "one", None)
+        if listener is None:
+            return function(*given, **named)
+        listened: Any = listener.calls(function.__name__, given)
+        returned: _R = listener.called(
+            function.__name__, listened, named, function(*listened, **named)
+        )
+        return returned
+
+    return call
+
+
+@_told
 def prepare(
     *objects: Any,
     project: Callable[[str, torch.Tensor], object] | None = None,
@@ -239,6 +302,7 @@ def _lockstep(
     return Lockstep(data.source, data.batch_size, loop.seed, whole)
 
 
+@_told
 def register(**objects: Any) -> Any:
     """Keep things with the job's state: in snapshots, checkpoints, and for workers that join later.
 
@@ -262,6 +326,7 @@ def register(**objects: Any) -> Any:
     return Kept(objects) if loop is None else loop.register(objects)
 
 
+@_told
 def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterable[int]:
     """Return the numbers of the epochs of a loop, from 0 to `count` - 1; or from the first number to before the second.
 
@@ -288,6 +353,7 @@ def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterabl
     return range(first, first + count) if loop is None else loop.epochs(count, first, meet)
 
 
+@_told
 def report(**values: Any) -> None:
     """Report numbers, such as a loss: the driver has their means over the workers, weighted by samples.
 
@@ -302,6 +368,7 @@ def report(**values: Any) -> None:
         loop.report(values)
 
 
+@_told
 def weight(value: float) -> None:
     """Say what the present batch weighs in means over workers and batches, such as its number of tokens.
 
@@ -339,6 +406,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     return loop.steps.clip_norm(given, max_norm)
 
 
+@_told
 def gather(value: Any) -> Any:
     """Return the values of all workers, joined: the same on each of them.
 
@@ -374,6 +442,7 @@ def rank() -> int:
     return _of("rank", 0)
 
 
+@_told
 def size() -> int:
     """Return the number of workers; 1 outside of `steepest.run`. It may change while the job runs."""
     return _of("size", 1)

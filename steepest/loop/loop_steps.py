@@ -47,6 +47,11 @@ class SteppingLoop(Trying, Protocol):
     local: int
     wanted_epochs: int | None
 
+    @property
+    def at_step(self) -> int:
+        """The number of the job's last step of which the loop has taken all batches."""
+        ...
+
     def passes_over_step(self, index: int) -> bool:
         """Return whether an optimizer's step is not taken here."""
         ...
@@ -72,6 +77,7 @@ class LoopSteps:
         clips: by optimizer, that of its next step.
         overflowed: whether a scaler wants the step in progress left out.
         is_left_out: whether that step's update was left out.
+        last: the number of the job's step that the last call was, from 0; None where it was passed over.
         stepping: ids of the parameters of the optimizer that steps, or stepped last.
         trying: the optimizer whose step by a closure is under way.
         read_state: reads the state of the job's optimizer, on the worker's thread.
@@ -100,6 +106,7 @@ class LoopSteps:
         self.lacks_batches = False
         self.clips: dict[int, float] = {}
         self.overflowed = self.is_left_out = False
+        self.last: int | None = None
         self.stepping: set[int] = set()
         self._has_trained = False  # whether this worker had a gradient in a step
         # until then: the parameters, and their values in its first step
@@ -241,6 +248,7 @@ class LoopSteps:
         optimizer = prepared.optimizers[index]
         vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
         clip = self.clips.pop(index, None)
+        self.last = None
         if loop.passes_over_step(index):
             return
         self.check_may_step()
@@ -263,6 +271,7 @@ class LoopSteps:
             self._tell_of_edits("the loop changes its gradients between backward() and step()")
         elif loop.epoch != self._hooks_looked_at:
             self._look_for_hooks(prepared)
+        self.last = loop.at_step
         loop.end_step(index)
         self.changed = None
 

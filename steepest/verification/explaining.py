@@ -1,0 +1,470 @@
+"""Why two runs differ, in words: from what the probes of both have noted."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from steepest.verification.comparing import (
+    Difference,
+    Values,
+    gradients_of,
+    noisy_variables,
+    weights_of,
+)
+from steepest.verification.records import Facts, Run, StepRecord
+from steepest.verification.summaries import Variable
+
+_CLOSE = 0.02
+_STATE = "docs/own_loop.md#when-workers-die-join-or-leave"
+
+
+def expected_causes(facts: Facts | None, runs: Sequence[Run]) -> list[str]:
+    """Return why the batch's result is no mean over its samples, where that is as it is meant to be."""
+    if facts is None:
+        return []
+    found = []
+    if facts.norms:
+        found.append(
+            f"BatchNorm ({_some(facts.norms)}) normalizes the part of the batch that its worker has, as "
+            f"DistributedDataParallel's "
+            "does; where that is too few samples, take GroupNorm or LayerNorm"
+        )
+    drew = any(step.drew for run in runs for life in run.lives for step in life.steps)
+    if facts.dropouts and drew:
+        found.append(f"dropout ({_some(facts.dropouts)}) draws other numbers in each worker")
+    elif drew:
+        found.append("the loop draws random numbers, other ones in each worker")
+    return found
+
+
+def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
+    """Return why a divided batch's step differs from the whole one's, the likeliest cause first."""
+    workers = len(parts.workers)
+    explain = {
+        "settings": _settings,
+        "steps": _lengths,
+        "reports": _reports,
+    }.get(found.what)
+    if explain is not None:
+        return explain(found, whole, parts, workers)
+    one = whole.in_order(0).get(found.step)
+    own = [
+        record for w in parts.workers if (record := parts.in_order(w).get(found.step)) is not None
+    ]
+    if one is None or not own:
+        return []
+    if unprepared := _unprepared(parts):
+        return [unprepared]
+    if same := _all_alike(own):
+        return [same]
+    told = warnings_of(parts)
+    if factor := _factor(found.ratio, workers):
+        return [*told, _of_factor(factor, workers, parts)]
+    if found.what == "weights":
+        return [
+            *told,
+            "the workers' mean gradient is that of the whole batch, and the rates are the same, but the update is "
+            "another one: "
+            "weights are written, or gradients changed, elsewhere than by optimizer.step()",
+        ]
+    if any(record.edited for record in own):
+        told.append(
+            "each worker changes its own gradient between backward() and step(): what is done to it (clipping, "
+            "normalizing, noise) "
+            f"is to be done to the mean of all ({own[0].line}); steepest.clip_grad_norm_ clips that"
+        )
+        return told
+    if _samples_differ(one, own):
+        told.append(
+            "the workers have other samples in this step than one process has: the order of the data depends on "
+            "the number of "
+            "workers or on what a worker finds; let a sampler draw by the epoch's number, and leave dealing out "
+            "to steepest"
+        )
+        return told
+    told.extend(_of_mean(one, own))
+    return told
+
+
+def _unprepared(run: Run) -> str:
+    """Return what there is to say of a loader over which the loop trains, and which is not the job's."""
+    lines = sorted({line for _, line, _ in run.notes("loader")})
+    if not lines or run.facts is None or run.facts.has_loader:
+        return ""
+    return (
+        f"the loader that is iterated over at {', '.join(lines)} was not given to steepest.prepare(): each "
+        f"worker reads all of it, so that each sample counts {len(run.workers)} times in an epoch, and a successor "
+        "begins with its first batch: give it the loader"
+    )
+
+
+def _all_alike(own: Sequence[StepRecord]) -> str:
+    """Return what there is to say where all workers compute the same."""
+    if len(own) < 2 or (not own[0].samples and not own[0].losses):
+        return ""
+    same_samples = (
+        bool(own[0].samples)
+        and all(r.samples == own[0].samples for r in own)
+        and 0 not in own[0].samples
+    )
+    same_losses = bool(own[0].losses) and all(repr(r.losses) == repr(own[0].losses) for r in own)
+    if not (same_samples or (same_losses and not own[0].samples)):
+        return ""
+    return (
+        f"all workers train on the same samples, so that each counts {len(own)} times: give the loader to "
+        "steepest.prepare(), or deal the data out by steepest.rank()"
+    )
+
+
+def _factor(ratio: float, workers: int) -> float:
+    """Return the factor between the two, if it is made of the number of workers; 0 otherwise."""
+    for each in (workers, 1 / workers, workers**0.5, workers**-0.5):
+        if each != 1 and math.isclose(ratio, each, rel_tol=_CLOSE):
+            return float(each)
+    return 0.0
+
+
+def _of_factor(factor: float, workers: int, parts: Run) -> str:
+    lines = sorted({line for _, line, _ in parts.notes("size")})
+    used = f" (steepest.size() is called at {', '.join(lines)})" if lines else ""
+    if math.isclose(factor, 1 / workers):
+        return (
+            f"it is 1/{workers} of one process's: either the loss adds up the samples of its batch, whose "
+            f"gradients are averaged "
+            "over the workers (say steepest.prepare(..., reduction='sum'), or take the mean), or it is divided by "
+            "the number of "
+            f"workers, which the mean over them does already{used}"
+        )
+    if math.isclose(factor, workers):
+        return (
+            f"it is {workers} times that of one process: something is multiplied by the number of workers, or "
+            f"summed over them, "
+            f"while gradients are means over the workers already{used}"
+        )
+    return (
+        f"it is {factor:.3g} times that of one process: it is scaled by the square root of the number of workers"
+        + used
+    )
+
+
+def _of_mean(one: StepRecord, own: Sequence[StepRecord]) -> Iterator[str]:
+    here, rows = gradients_of(one, own)
+    shares, residual = _as_mean(here, rows)
+    by_samples = weights_of(own)
+    if (
+        residual < _CLOSE
+        and abs(shares.sum() - 1) < _CLOSE
+        and np.abs(shares - by_samples).max() > 1e-3
+    ):
+        told = ", ".join(f"{each:.3f}" for each in shares)
+        plain = ", ".join(f"{each:.3f}" for each in by_samples)
+        yield (
+            f"one process's gradient is the mean of the workers' with the weights {told}, and not {plain}: the "
+            f"loss is a mean over "
+            "something other than samples (tokens, a mask, class weights): say what a batch weighs, "
+            "steepest.weight(tokens)"
+        )
+        return
+    if residual < _CLOSE and abs(shares.sum() - 1) >= _CLOSE:
+        yield (
+            f"one process's gradient is {shares.sum():.3g} times the workers' mean: the loss of a batch is no "
+            f"mean over its samples"
+        )
+        return
+    yield (
+        "the gradient of the whole batch is no mean of those of its parts: the loss depends on the other samples "
+        "of its batch "
+        "(contrastive and ranking losses, statistics of the batch): compute it of steepest.gather(outputs), which "
+        "keeps the gradient; "
+        "or on the worker's number, or on what it has drawn"
+    )
+
+
+def _as_mean(here: Values, rows: Values) -> tuple[Values, float]:
+    """Return by which weights the rows add up to a vector best, and what is left of it."""
+    shares, *_ = np.linalg.lstsq(rows.T, here, rcond=None)
+    left = np.linalg.norm(rows.T @ shares - here) / max(float(np.linalg.norm(here)), 1e-300)
+    return shares, float(left)
+
+
+def _samples_differ(one: StepRecord, own: Sequence[StepRecord]) -> bool:
+    several = [row for record in own for row in record.samples]
+    if 0 in one.samples or 0 in several or len(one.samples) != len(several):
+        return False
+    return sorted(one.samples) != sorted(several)
+
+
+def _settings(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    name = found.name.rsplit("@", 1)[0]
+    if decided := _decided_by_one(found, parts.in_order, parts.workers):
+        return [decided]
+    if factor := _factor(found.ratio, workers):
+        lines = sorted({line for _, line, _ in parts.notes("size")})
+        where = f" at {', '.join(lines)}" if lines else ""
+        times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
+        return [
+            f"{name} is {times} that of one process: it is scaled by steepest.size(){where}, as for a larger "
+            f"batch. If that is "
+            "meant, the result is another one than that of one process"
+        ]
+    return [
+        f"{name} is set otherwise with {workers} workers: by the number of batches, of workers, or the time"
+    ]
+
+
+def _decided_by_one(
+    found: Difference, steps_of: Callable[[int], dict[int, StepRecord]], workers: Sequence[int]
+) -> str:
+    """Return what there is to say of a setting that workers have otherwise; "" where all have the same."""
+    name, at = found.name.rsplit("@", 1)
+    steps = {worker: steps_of(worker).get(found.step) for worker in workers}
+    values = {
+        worker: step.settings[int(at)].get(name)
+        for worker, step in steps.items()
+        if step is not None and int(at) < len(step.settings)
+    }
+    if len({*map(repr, values.values())}) < 2:
+        return ""
+    each = ", ".join(f"{value!r:.10} on worker {worker}" for worker, value in values.items())
+    return (
+        f"{name} is {each}: it is decided by what one worker finds; decide by what all have found, "
+        "steepest.gather(...), and it is the same everywhere"
+    )
+
+
+def _lengths(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    lengths = [parts.length_of(w) for w in parts.workers]
+    if len(set(lengths)) > 1:
+        return [
+            "workers leave the loop, or skip steps, after other numbers of steps: a decision of what one worker "
+            "finds, such as an early "
+            "stop; decide by what all have found, steepest.gather(...)"
+        ]
+    return [
+        "the number of steps depends on the number of workers: by the number of batches, or by what is found; "
+        "count epochs, or "
+        "steps of the job"
+    ]
+
+
+def _reports(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    if not found.name:
+        return ["workers report another number of times"]
+    if factor := _factor(found.ratio, workers):
+        what = f"1/{workers} of" if factor < 1 else f"{factor:.3g} times"
+        return [
+            f"report({found.name}=) has {what} what one process reports: the driver has the mean over the "
+            f"workers, and this is a sum "
+            f"or a count over a worker's own samples; report a mean, or the sum of steepest.gather({found.name})"
+        ]
+    return [
+        f"report({found.name}=) is the mean over the workers of what each finds on its own samples, and this "
+        f"value is no mean over samples "
+        "(a median, a maximum, an AUC, the last batch alone, what is counted since another moment): compute it of "
+        "steepest.gather(...), and report that"
+    ]
+
+
+def warnings_of(run: Run) -> list[str]:
+    """Return what the library has warned of in workers, which says itself what to do."""
+    found: dict[str, str] = {}
+    for text, line, _ in run.notes("warned"):
+        if "steepest" in text:
+            found.setdefault(text.split("\n")[0][:400], line)
+    return [f"{line}: {text}" for text, line in found.items()]
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+def changed_variables(
+    base: Run, other: Run, since: int, noisy: set[str]
+) -> list[tuple[str, int, Variable, Variable, str]]:
+    """Return the variables that a successor has otherwise than the worker had them in an undisturbed run.
+
+    Returns:
+        Name, step, the value there, the value in the successor, and where the function was; those first that
+        differed first.
+    """
+    found = {}
+    first = {life.worker: life.begun for life in reversed(other.lives)}
+    for life in other.lives:
+        undisturbed = base.steps_of(life.worker)
+        steps = life.steps
+        if not steps and life.tried is not None:  # the run ended with its first step
+            steps = [replace(life.tried, step=since)]
+        if life.begun == first[life.worker] or not steps or steps[0].step < since:
+            continue
+        for step in steps:
+            own = undisturbed.get(step.step)
+            if own is None:
+                continue
+            for name, value in step.variables.items():
+                before = own.variables.get(name)
+                if (
+                    name in noisy
+                    or name in found
+                    or before is None
+                    or before.digest == value.digest
+                ):
+                    continue
+                found[name] = (
+                    name,
+                    step.step,
+                    before,
+                    value,
+                    step.lines.get(name.split(":")[0], step.line),
+                )
+    order = {"number": 0, "state": 1, "generator": 2, "values": 3}
+    return sorted(found.values(), key=lambda each: (each[1], order[each[2].kind]))
+
+
+def of_death(
+    found: Difference | None,
+    base: Run,
+    other: Run,
+    since: int,
+    noisy: set[str],
+    sources: dict[str, str],
+) -> list[str]:
+    """Return why a run in which a worker died, or which was stopped, differs from an undisturbed one."""
+    changed = changed_variables(base, other, since, noisy)
+    if found is not None and found.step:  # what differs later is of it
+        changed = [each for each in changed if each[1] <= found.step]
+    at_once = [each for each in changed if each[1] == changed[0][1]]
+    told = [_of_variable(*each, sources=sources) for each in at_once[:3]]
+    if found is None:
+        return told
+    if told:
+        return told
+    if found.what == "settings" and (
+        decided := _decided_by_one(found, base.steps_of, base.workers)
+    ):
+        return [decided]
+    step = base.steps_of(found.worker or 0).get(found.step)
+    if unprepared := _unprepared(base):
+        return [unprepared]
+    told.extend(warnings_of(other))
+    if step is not None and step.left_over:
+        told.append(
+            "gradients of the steps before are left when backward() is called: call optimizer.zero_grad() in each "
+            "step; a successor "
+            "does not have them"
+        )
+    elif found.what in ("losses", "gradients"):
+        told.append(
+            "the successor computes something else from the same weights: state that its function carries from "
+            "step to step, and that "
+            f"steepest.register(...) does not have ({_STATE}), or draws of a generator of its own"
+        )
+    return told
+
+
+def _of_variable(
+    name: str, step: int, before: Variable, after: Variable, line: str, *, sources: dict[str, str]
+) -> str:
+    function, variable = name.split(":", 1)
+    file = line.rsplit(":", 1)[0]
+    where = _assigned(sources.get(file, ""), function, variable)
+    at = f"{file}:{where}" if where else line
+    if before.kind == "number":
+        what = (
+            f"`{variable}` ({at}) is {before.shown} there, and began anew in the successor, where it is "
+            + after.shown
+        )
+    elif before.kind == "generator":
+        what = (
+            f"`{variable}` ({at}), a random generator of the script's own, began anew in the successor: seed it "
+            f"in the loop by the "
+            "epoch or the step, or"
+        )
+        return f"{what} give its state to steepest.register(...) ({_STATE})"
+    else:
+        what = f"`{variable}` ({at}), a {before.type_name}, went on in the others and began anew in the successor"
+    if _is_scheduler(before.type_name):
+        return f"{what}: give it to steepest.prepare(model, optimizer, scheduler, loader)"
+    own = (
+        ""
+        if before.kind != "values"
+        else (
+            "; what each worker has by itself, as a hidden state or a game, is made anew from the epoch's or the "
+            "batch's number"
+        )
+    )
+    return f"{what}: give it to steepest.register(...) ({_STATE}){own}"
+
+
+def _is_scheduler(type_name: str) -> bool:
+    return bool(re.search("LR$|Plateau$|Scheduler|Restarts$", type_name))
+
+
+@lru_cache(maxsize=256)
+def _assigned(source: str, function: str, variable: str) -> int:
+    """Return the line in which a variable is last changed within a function; 0 where none is found."""
+    try:
+        tree: ast.AST = ast.parse(source)
+    except SyntaxError:
+        return 0
+    if function != "<module>":
+        named = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+        tree = named[0] if named else tree
+    last = variable.split(".")[-1]
+    best = (-1, 0)
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AugAssign)):
+        targets: list[ast.expr] = []
+        rank = 0
+        if isinstance(node, ast.AugAssign):
+            targets, rank = [node.target], 2
+        elif isinstance(node, ast.Assign):
+            targets, rank = node.targets, 1 if not _is_first(node) else 0
+        for target in (t for each in targets for t in ast.walk(each)):
+            own = getattr(target, "id", getattr(target, "attr", None))
+            if own == last and (rank, node.lineno) > best:
+                best = (rank, node.lineno)
+    return best[1]
+
+
+def _is_first(node: ast.Assign) -> bool:
+    return node.col_offset <= 4
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+
+def of_files(run: Run) -> list[str]:
+    """Return which files several workers write."""
+    by_path: dict[str, dict[int, str]] = {}
+    for path, line, worker in run.notes("opened"):
+        by_path.setdefault(path, {})[worker] = line
+    return [
+        f"{path} is written by {'all' if len(writers) == len(run.workers) else len(writers)} workers "
+        f"({next(iter(writers.values()))}): write it by one, `if steepest.rank() == 0:`"
+        for path, writers in sorted(by_path.items())
+        if len(writers) > 1
+    ]
+
+
+def of_itself(one: Run, again: Run) -> str:
+    """Return what makes two runs of one process differ."""
+    names = sorted(noisy_variables(one, again), key=lambda name: len(name))
+    first = (
+        f", beginning with {', '.join(f'`{n.split(chr(58), 1)[1]}`' for n in names[:3])}"
+        if names
+        else ""
+    )
+    return (
+        f"the script by itself does not do the same twice{first}: seed what it draws (torch, NumPy, random), and "
+        f"make nothing depend "
+        "on the time, on the order of a set, or on a file that a run before has left"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,162 @@
+"""The runs of a verification, each in processes of this machine: the plain script, and the job on some workers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from steepest.checkpoint.files import Checkpoints
+from steepest.config.run import DeadlineConfig, FailureConfig, RunConfig
+from steepest.errors import RemoteTraceback, SteepestError
+from steepest.loop.run import run
+from steepest.observe.progress import Callback
+from steepest.observe.results import StepResult
+from steepest.runtime.holders import hold, let_go
+from steepest.runtime.job_runtime import CallError, LateError, runtime
+from steepest.verification.alone import PlainScript
+from steepest.verification.probe import WatchedFunction
+from steepest.verification.records import Run, read_lives
+
+#: Seconds that any step may take while nothing is known of the script; and the least later on.
+_FIRST_DEADLINE = 300.0
+_LEAST_DEADLINE = 20.0
+
+
+class _StoppedError(Exception):
+    """Stops a run from within."""
+
+
+class _Stops(Callback):
+    """Stops a run when a step is committed."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, sgd: Any, result: StepResult) -> None:
+        """Stop it."""
+        if result.step >= self._step:
+            raise _StoppedError
+
+
+@dataclass
+class Runs:
+    """Makes the runs of one verification.
+
+    Attributes:
+        function: the user's.
+        steps: of each run, at most.
+        strategy, seed: as of `steepest.run`.
+        folder: where they lie.
+        tell: called with what runs now.
+        deadline: seconds that a step may last.
+    """
+
+    function: Callable[[], Any]
+    steps: int
+    strategy: Any
+    seed: int
+    folder: Path
+    tell: Callable[[str], object]
+    deadline: float = _FIRST_DEADLINE
+    _count: int = 0
+
+    def learn(self, found: Run) -> None:
+        """Learn from a run how long a step may last."""
+        longest = max((s.seconds for life in found.lives for s in life.steps), default=0.0)
+        self.deadline = max(_LEAST_DEADLINE, 20 * longest)
+
+    def _watched(self, what: str, **more: Any) -> WatchedFunction:
+        self._count += 1
+        self.tell(what)
+        folder = self.folder / str(self._count)
+        folder.mkdir()
+        return WatchedFunction(self.function, str(folder), self.steps, **more)
+
+    def plain(self, what: str, feed: Run | None = None, aside: bool = False) -> Run:
+        """Run the plain script, with the batches that a run of one worker had."""
+        watched = self._watched(what, aside=aside, feed="" if feed is None else feed.folder)
+        if feed is not None:  # which counts batches, where the loop steps after several
+            watched = replace(watched, steps=len(feed.in_order(0)))
+        group = runtime().ask([{"CPU": 1.0}], "PACK")
+        try:
+            process = runtime().start(PlainScript, ("plain script",), (group, 0), calls=1, gpus=0)
+            call = runtime().call(process, "run", watched, self.seed)
+            error: str = runtime().get([call], self.deadline + self.steps * self.deadline / 10)[0]
+        except LateError:
+            error = "it has not come to its last step in time"
+        except CallError as raised:
+            error = str(raised)
+        finally:
+            runtime().give_back(group)
+        return Run(what, read_lives(Path(watched.folder)), error=error, folder=watched.folder)
+
+    def job(
+        self,
+        what: str,
+        workers: int,
+        *,
+        stops_at: int | None = None,
+        **more: Any,
+    ) -> Run:
+        """Run the job.
+
+        Args:
+            what: for people.
+            workers: their number.
+            stops_at: the step behind which the program is stopped, and started again.
+            more: of `WatchedFunction`.
+        """
+        watched = self._watched(what, **more)
+        chosen: dict[str, Any] = {"callbacks": []}
+        if stops_at is not None:
+            chosen["checkpoints"] = Checkpoints(Path(watched.folder) / "checkpoints", every=1)
+            chosen["callbacks"] = [_Stops(stops_at)]
+        found = Run(what, [], folder=watched.folder, killed=watched.kills)
+        try:
+            with contextlib.suppress(_StoppedError):
+                found.reports = self._run(watched, workers, chosen)
+            if stops_at is not None:
+                chosen["callbacks"] = []
+                found.reports = self._run(watched, workers, chosen)
+        except SteepestError as error:
+            cause = error.__cause__
+            more_text = f"\n{cause.text.rstrip()}" if isinstance(cause, RemoteTraceback) else ""
+            found.error = f"{type(error).__name__}: {error}{more_text}"
+        found.lives = read_lives(Path(watched.folder))
+        return found
+
+    def _run(
+        self, watched: WatchedFunction, workers: int, chosen: dict[str, Any]
+    ) -> list[dict[str, float]]:
+        deadlines = DeadlineConfig(step=self.deadline, call=4 * self.deadline)
+        failure = FailureConfig(patience=math.inf, spares=0)
+        result = run(
+            watched,
+            num_workers=workers,
+            strategy=self.strategy,
+            seed=self.seed,
+            run_config=RunConfig(runtime="processes", failure=failure, deadlines=deadlines),
+            progress=False,
+            **chosen,
+        )
+        return result.reports
+
+
+@contextlib.contextmanager
+def runs_of(
+    function: Callable[[], Any], steps: int, strategy: Any, seed: int, tell: Callable[[str], object]
+) -> Iterator[Runs]:
+    """Make runs in this context: their processes share one start, and what they have noted goes with them."""
+    folder = Path(tempfile.mkdtemp(prefix="steepest-verify-"))
+    holder = hold("steepest verify", "processes")
+    try:
+        yield Runs(function, steps, strategy, seed, folder, tell)
+    finally:
+        let_go(holder)
+        shutil.rmtree(folder, ignore_errors=True)

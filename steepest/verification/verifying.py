@@ -1,0 +1,339 @@
+"""`verify`: a user's function on one process, on several, with deaths, stopped and resumed, and what of it differs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steepest.core.protocol.commit_rules import needs_all
+from steepest.errors import ConfigurationError
+from steepest.loop.script import UserScript
+from steepest.strategies.named import as_strategy
+from steepest.validation import require_choice, require_count, require_function
+from steepest.verification import explaining
+from steepest.verification.comparing import (
+    Comparison,
+    Difference,
+    noisy_reports,
+    noisy_variables,
+    to_the_bit,
+    whole_and_parts,
+)
+from steepest.verification.records import Run
+from steepest.verification.report import VerifiedRun, VerifyReport
+from steepest.verification.runs import Runs, runs_of
+
+#: What may be asked of deaths.
+DEATHS = ("some", "all", "none")
+_OTHERS = 'strategy={!r}, of which no result equals that of one process: give "ps", "allreduce" or "simple"'
+
+
+def verify(
+    function: Callable[[], Any],
+    *,
+    steps: int = 20,
+    num_workers: int = 2,
+    strategy: Any = "ps",
+    deaths: str = "some",
+    seed: int = 0,
+    told: Callable[[str | VerifiedRun], object] | None = None,
+) -> VerifyReport:
+    """Run a function that trains on one process and on several, with deaths and without, and compare each step.
+
+    All runs are on plain processes of this machine, without Ray. The plain script is compared with one worker, with
+    the same
+    batches; one worker with several, to rounding; a run in which a worker is killed, or which is stopped and
+    resumed, with
+    one in which nothing happens, to the bit.
+
+    Args:
+        function: as of `steepest.run`; a script too, see `steepest.loop.script.UserScript`.
+        steps: of each run, at most.
+        num_workers, strategy, seed: as of `steepest.run`; a strategy whose result is that of one process.
+        deaths: "some" for one of two workers each, "all" for each worker in each step, "none".
+        told: called with what runs next, and with each row when it is there.
+
+    Returns:
+        A row for each run, see `VerifyReport`.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+    Example:
+        >>> verify(train, num_workers=2).assert_equal()                      # doctest: +SKIP
+    """
+    require_function(function)
+    require_count("steps", steps, 2)
+    require_count("num_workers", num_workers)
+    require_choice("deaths", deaths, DEATHS)
+    chosen = as_strategy(strategy)
+    if chosen.local or not needs_all(chosen.rule):
+        raise ConfigurationError(_OTHERS.format(strategy))
+    begun = time.perf_counter()
+    tell = told or (lambda _: None)
+    with runs_of(function, steps, strategy, seed, tell) as runs:
+        made = _Verification(runs, num_workers, deaths, _sources(function))
+        for row in made.rows():
+            tell(row)
+    return VerifyReport(tuple(made.found), tuple(made.notes), time.perf_counter() - begun)
+
+
+def _sources(function: Callable[[], Any]) -> dict[str, str]:
+    """Return the text of the program, and of what lies beside it, by the names of files."""
+    if isinstance(function, UserScript):
+        folder, own = function.folder, {os.path.basename(function.path): function.text}
+    else:
+        try:
+            file = inspect.getsourcefile(inspect.unwrap(function)) or ""
+        except TypeError:
+            return {}
+        folder, own = os.path.dirname(os.path.abspath(file)), {}
+    found = {}
+    for path in sorted(Path(folder).glob("*.py"))[:200]:
+        found[path.name] = path.read_text(encoding="utf-8", errors="replace")
+    return {**found, **own}
+
+
+@dataclass
+class _Verification:
+    """The rows of one verification."""
+
+    runs: Runs
+    workers: int
+    deaths: str
+    sources: dict[str, str]
+    found: list[VerifiedRun] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    noisy_variables: set[str] = field(default_factory=set)
+    noisy_reports: set[str] = field(default_factory=set)
+    is_random: bool = False  # whether the script does not do the same twice: then no run can be compared with another
+    told_of: dict[str, str] = field(default_factory=dict)  # variables that changed nothing, by name
+
+    def rows(self) -> Iterator[VerifiedRun]:
+        """Make the runs; yield each row when it is there."""
+        for row in self._rows():
+            self.found.append(row)
+            yield row
+
+    def _rows(self) -> Iterator[VerifiedRun]:
+        many = self.runs.job(f"{self.workers} workers", self.workers)
+        self.runs.learn(many)
+        batch = None if many.facts is None else many.facts.batch_size
+        each = "" if batch is None else f", batch {batch} each"
+        name = f"{self.workers} workers{each}"
+        if many.error:
+            plain = self.runs.plain("the plain script")
+            if plain.error:
+                yield VerifiedRun("the plain script", "failed", _short(plain.error))
+            yield VerifiedRun(name, "failed", _short(many.error), _where(many))
+            return
+        if not many.length:
+            yield VerifiedRun(
+                name, "failed", "no step was taken: the function returned before optimizer.step()"
+            )
+            return
+        cuts = batch is not None or (many.facts is not None and not many.facts.has_loader)
+        one = self.runs.job(
+            "one worker", 1, batches=self.workers if batch else 1, keeps_batches=True
+        )
+        yield from self._of_one(one, None if batch is None else batch * self.workers)
+        if one.error or self.is_random:
+            return
+        if self.workers > 1:
+            yield (
+                self._of_several(name, one, many)
+                if cuts
+                else VerifiedRun(
+                    name,
+                    "not compared",
+                    f"{many.length} steps; a batch_sampler cuts the batches, which one process cannot have together",
+                )
+            )
+        yield from self._of_deaths(many)
+        yield self._stopped(many)
+        self.notes += [*self.told_of.values(), *explaining.of_files(many)]
+
+    # -- one process ---------------------------------------------------------------------------
+
+    def _of_one(self, one: Run, batch: int | None) -> Iterator[VerifiedRun]:
+        name = "one process" + ("" if batch is None else f", batch {batch}")
+        if one.error:
+            yield VerifiedRun(name, "failed", _short(one.error))
+            return
+        plain = self.runs.plain("the plain script", one)
+        if plain.error:
+            yield VerifiedRun(name, "failed", f"the plain script ends with {_short(plain.error)}")
+            return
+        self._learn_noise(one, plain)
+        found = whole_and_parts(plain, one, self.noisy_reports)
+        found_first = found.first
+        if found_first is None or found_first.what == "reports":
+            yield VerifiedRun(
+                name, "equal", f"{one.length} steps; the plain script, and one worker"
+            )
+            return
+        again = self.runs.plain("the plain script, again", one)
+        self._learn_noise(plain, again)
+        itself = to_the_bit(plain, again)
+        if itself.first is not None and itself.first.what != "reports":
+            told, self.is_random = explaining.of_itself(plain, again), True
+            yield _row(name, "NOT EQUAL", itself.first, f"to itself: {_of(itself.first)}", [told])
+            return
+        causes = explaining.of_parts(found_first, plain, one)
+        yield _row(
+            name,
+            "NOT EQUAL",
+            found_first,
+            f"one worker to the plain script: {_of(found_first)}",
+            causes,
+        )
+
+    def _learn_noise(self, one: Run, again: Run) -> None:
+        self.noisy_variables |= noisy_variables(one, again)
+        self.noisy_reports |= noisy_reports(one, again)
+
+    # -- several workers -----------------------------------------------------------------------
+
+    def _of_several(self, name: str, one: Run, many: Run) -> VerifiedRun:
+        compared = whole_and_parts(one, many, self.noisy_reports)
+        if compared.first is None:
+            return VerifiedRun(name, "equal", _agreement(compared))
+        facts = many.facts
+        expected = explaining.expected_causes(facts, (one, many))
+        if facts is not None and not facts.has_loader:
+            return self._without_loader(name, compared.first, one, many, expected)
+        if not expected or compared.first.what in ("settings", "steps"):
+            return self._unlike(name, compared.first, one, many)
+        calm_many = self.runs.job(
+            f"{self.workers} workers, random numbers by sample", self.workers, aside=True
+        )
+        calm_one = self.runs.job(
+            "one worker, random numbers by sample", 1, aside=True, batches=self.workers
+        )
+        if calm_many.error or calm_one.error:
+            return self._unlike(name, compared.first, one, many)
+        calm = whole_and_parts(calm_one, calm_many, self.noisy_reports)
+        if calm.first is None:
+            found = f"{_agreement(calm)}, when random numbers are drawn by sample"
+            return VerifiedRun(name, "as expected", found, tuple(expected))
+        return self._unlike(name, calm.first, calm_one, calm_many)
+
+    def _unlike(self, name: str, first: Difference, one: Run, many: Run) -> VerifiedRun:
+        return _row(name, "NOT EQUAL", first, _of(first), explaining.of_parts(first, one, many))
+
+    def _without_loader(
+        self, name: str, first: Difference, one: Run, many: Run, expected: Sequence[str]
+    ) -> VerifiedRun:
+        causes = explaining.of_parts(first, one, many)
+        if many.notes("loader") or first.what in ("settings", "steps"):
+            return _row(name, "NOT EQUAL", first, _of(first), causes)
+        told = (
+            "a loop without a loader makes its data by itself, on each worker other ones: one process that makes "
+            "the data of all "
+            "would have to be written for it"
+        )
+        return _row(name, "not compared", first, f"{many.length} steps", [told, *expected[:1]])
+
+    # -- deaths --------------------------------------------------------------------------------
+
+    def _of_deaths(self, many: Run) -> Iterator[VerifiedRun]:
+        length = many.length
+        if self.deaths == "none":
+            return
+        if self.deaths == "all":
+            kills = [
+                (w, step) for step in range(1, length + 1) for w in reversed(range(self.workers))
+            ]
+        else:
+            kills = [
+                (w, s)
+                for w, s in ((self.workers - 1, -(-length * 7 // 20)), (0, -(-length * 12 // 20)))
+            ]
+            if self.workers == 1:
+                kills = kills[-1:]
+        well = 0
+        for worker, step in kills:
+            name = f"worker {worker} killed at step {step}"
+            row = self._disturbed(name, many, step, kills=((worker, step),))
+            if self.deaths != "all" or not row.is_well:
+                yield row
+            else:
+                well += 1
+        if self.deaths == "all" and well:
+            yield VerifiedRun(f"each worker killed at each step ({well})", "equal", "bits")
+
+    def _stopped(self, many: Run) -> VerifiedRun:
+        step = max(many.length * 9 // 20, 1)
+        return self._disturbed(f"stopped at step {step}, resumed", many, step, stops_at=step)
+
+    def _disturbed(self, name: str, many: Run, step: int, **how: Any) -> VerifiedRun:
+        other = self.runs.job(name, self.workers, **how)
+        if other.error:
+            causes = explaining.of_death(
+                None, many, other, step, self.noisy_variables, self.sources
+            )
+            found = f"it ends with {_short(other.error)}"
+            return VerifiedRun(
+                name, "NOT EQUAL", found, tuple(causes) or _where(other), step, "error"
+            )
+        compared = to_the_bit(many, other, self.noisy_reports)
+        told = explaining.of_death(
+            compared.first, many, other, step, self.noisy_variables, self.sources
+        )
+        if compared.first is None:
+            changed = explaining.changed_variables(many, other, step, self.noisy_variables)
+            for each, one in zip(changed, told, strict=False):
+                self.told_of.setdefault(
+                    each[0], f"{one}. It changes no update and no report of these steps"
+                )
+            return VerifiedRun(name, "equal", "bits")
+        return _row(name, "NOT EQUAL", compared.first, _of(compared.first), told)
+
+
+def _row(
+    name: str, verdict: str, first: Difference, found: str, causes: Sequence[str]
+) -> VerifiedRun:
+    return VerifiedRun(name, verdict, found, tuple(causes), first.step, first.what, first.name)
+
+
+def _of(first: Difference) -> str:
+    """Return a difference in words."""
+    name, _, group = first.name.partition("@")
+    what = {
+        "settings": name if group in ("", "0") else f"{name} of group {group}",
+        "reports": f"report({name}=)" if name else "reports",
+        "losses": "the loss",
+        "gradients": f"the gradient of {name}" if name else "the gradient",
+        "steps": "the number of steps",
+        "gathered": "what is gathered",
+    }.get(first.what, f"{first.what} of {name}" if name else first.what)
+    where = f"from step {first.step}: " if first.step else ""
+    values = f", {first.here} there, {first.there} here" if first.here or first.there else ""
+    size = f", by {first.size:.0e} of it" if first.size > 0 else ""
+    return f"{where}{what}{values}{size}"
+
+
+def _agreement(compared: Comparison) -> str:
+    parts = [
+        f"{name} {size:.0e}" if size else f"{name} bits"
+        for name, size in dict(compared.distances).items()
+    ]
+    if compared.each_once:
+        parts.append("samples each once")
+    return ", ".join(parts)
+
+
+def _where(run: Run) -> tuple[str, ...]:
+    """Return what workers have warned of, and where each has come to."""
+    return tuple(explaining.warnings_of(run))
+
+
+def _short(error: str) -> str:
+    lines = [line for line in error.strip().splitlines() if line.strip()]
+    text = " ".join(line.strip() for line in lines)
+    return text if len(text) <= 700 else f"{text[:300]} ... {text[-380:]}"

@@ -1,0 +1,207 @@
+"""What a probe notes of a function, what of two runs differs first, and why: on plain runs of this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import steepest
+from steepest.verification import explaining
+from steepest.verification.comparing import Comparison, noisy_variables, to_the_bit, whole_and_parts
+from steepest.verification.probe import WatchedFunction
+from steepest.verification.records import Run, read_lives
+
+BATCH, WORKERS = 8, 2
+X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+SIZE = {"workers": 1}  # what a script takes for the number of workers
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def script(columns: Any, loss: Loss = cross_entropy, **more: Any) -> Callable[[], None]:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = more.get("model", lambda: nn.Linear(4, 2))()
+        optimizer = more.get("optimizer", lambda p: torch.optim.Adam(p, lr=0.05))(
+            model.parameters()
+        )
+        loader = DataLoader(TensorDataset(*columns), batch_size=len(columns[0]) // 6)
+        model, optimizer, loader = steepest.prepare(model, optimizer, loader)
+        count, began = more.get("count", 0), more.get("clock", int)()
+        for _ in steepest.epochs(1):
+            for x, y in loader:
+                count += 1
+                optimizer.zero_grad()
+                (loss(model, x, y) * more.get("times", lambda _: 1.0)(count)).backward()
+                more.get("before", lambda model: None)(model)
+                optimizer.step()
+        assert began >= 0
+
+    return train
+
+
+def run(folder: Path, functions: list[Callable[[], None]], **chosen: Any) -> Run:
+    """Run each function as a plain script, as that of a worker."""
+    lives = []
+    for worker, function in enumerate(functions):
+        own = folder / str(len([*folder.iterdir()]))
+        own.mkdir()
+        SIZE["workers"] = len(functions)
+        WatchedFunction(function, str(own), steps=20, **chosen)()
+        (life,) = read_lives(own)
+        lives.append(replace(life, worker=worker))
+    return Run("", lives)
+
+
+def parts(**more: Any) -> list[Callable[[], None]]:
+    """The same script on two parts of each of the whole batches."""
+    halves = [
+        [c.reshape(6, 2, -1, *c.shape[1:])[:, w].reshape(-1, *c.shape[1:]) for c in (X, Y)]
+        for w in (0, 1)
+    ]
+    return [script(half, **more) for half in halves]
+
+
+class TogetherOptimizer(torch.optim.SGD):
+    """Trains nothing, so that both parts compute from the same weights in each step."""
+
+    def step(self, closure: Any = None) -> None:
+        return None
+
+
+STILL = {"optimizer": lambda parameters: TogetherOptimizer(parameters, lr=0.1)}
+
+
+def compared(folder: Path, **more: Any) -> tuple[Comparison, Run, Run]:
+    whole = run(folder, [script((X, Y), **STILL, **more)])
+    several = run(folder, parts(**STILL, **more))
+    return whole_and_parts(whole, several), whole, several
+
+
+def test_parts_of_a_mean_are_equal_to_the_whole_and_each_sample_is_there_once(
+    tmp_path: Path,
+) -> None:
+    found, _, _ = compared(tmp_path)
+    assert found.first is None
+    assert found.each_once is True
+    assert 0 < found.distances["losses"] < 1e-5
+
+
+def summed(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y, reduction="sum")
+
+
+def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model, x, y) * SIZE["workers"]
+
+
+def weighted(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y, weight=torch.tensor([1.0, 5.0]))
+
+
+def contrastive(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x) @ model(x).T, torch.arange(len(x)))
+
+
+def clipped(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ({"loss": summed}, "1/2 of one process's: either the loss adds up the samples"),
+        ({"loss": scaled}, "2 times that of one process"),
+        ({"loss": weighted}, "steepest.weight(tokens)"),
+        ({"loss": contrastive}, "no mean of those of its parts"),
+        ({"before": clipped}, "each worker changes its own gradient between backward() and step()"),
+    ],
+)
+def test_a_mistake_in_a_loss_is_named(tmp_path: Path, mistake: Any, said: str) -> None:
+    found, whole, several = compared(tmp_path, **mistake)
+    assert found.first is not None
+    assert found.first.step == 1
+    assert said in explaining.of_parts(found.first, whole, several)[0]
+
+
+def test_adams_steps_by_the_noise_of_a_gradient_of_zero_are_no_difference(tmp_path: Path) -> None:
+    # a bias that all classes have in common: its gradient is zero but for rounding, of which Adam makes whole steps
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(4, 2), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(x) + self.shift
+
+    whole = run(tmp_path, [script((X, Y), model=Shifted)])
+    order = torch.cat(
+        [i * 8 + torch.randperm(8, generator=torch.Generator().manual_seed(1)) for i in range(6)]
+    )
+    again = run(tmp_path, [script((X[order], Y[order]), model=Shifted)])
+    last = [r.steps_of(0)[6].weights["shift"].values for r in (whole, again)]
+    assert abs(last[0] - last[1]).max() > 1e-3  # such steps were made
+    assert whole_and_parts(whole, again).first is None
+
+
+def test_a_run_is_equal_to_itself_to_the_bit_and_a_rate_by_a_counter_is_not(tmp_path: Path) -> None:
+    base = run(tmp_path, [script((X, Y))])
+    assert to_the_bit(base, run(tmp_path, [script((X, Y))])).same_bits
+    falling = {"times": lambda count: 1.0 / (9 + count)}
+    undisturbed = run(tmp_path, [script((X, Y), **falling)])
+    # the successor of a worker that died in step 4, whose count begins anew
+    successor = run(tmp_path, [script((X, Y), **falling, count=-3)])
+    (life,) = successor.lives
+    life.steps = [step for step in life.steps if step.step >= 4]
+    disturbed = Run("", [*undisturbed.lives, replace(life, begun=life.begun + 1)])
+    found = to_the_bit(undisturbed, disturbed)
+    assert found.first is not None
+    assert (found.first.step, found.first.what) == (4, "losses")
+    text = Path(__file__).read_text()
+    told = explaining.of_death(
+        found.first, undisturbed, disturbed, 4, set(), {Path(__file__).name: text}
+    )
+    line = 1 + text[: text.index("count += 1")].count("\n")
+    assert f"`count` ({Path(__file__).name}:{line}) is 3 there" in told[0]
+    assert "where it is 0: give it to steepest.register(...)" in told[0]
+
+
+def test_variables_that_no_two_runs_have_in_common_are_left_out(tmp_path: Path) -> None:
+    ticks = itertools.count()
+    runs = [run(tmp_path, [script((X, Y), clock=lambda: next(ticks))]) for _ in range(2)]
+    assert noisy_variables(*runs) == {"train:began"}
+
+
+def noisy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    inner = nn.functional.dropout(x + torch.randn_like(x) + torch.randn(len(x), 1), 0.5)
+    return cross_entropy(
+        model, inner + torch.rand(len(x), 4).normal_(), y + torch.randint(0, 1, (len(x),))
+    )
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_numbers_drawn_by_sample_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    mean = run(tmp_path, [script((X, Y), noisy, model=normed, **STILL)])
+    several = run(tmp_path, parts(loss=noisy, model=normed, **STILL))
+    assert whole_and_parts(mean, several).first is not None
+    causes = explaining.expected_causes(several.facts, [several])
+    assert [each.split()[0] for each in causes] == ["BatchNorm", "the"]
+    mean = run(tmp_path, [script((X, Y), noisy, model=normed, **STILL)], aside=True)
+    several = run(tmp_path, parts(loss=noisy, model=normed, **STILL), aside=True)
+    assert whole_and_parts(mean, several).first is None
+    assert torch.nn.functional.dropout(torch.ones(9), 1.0).sum() == 0  # all is as it was
