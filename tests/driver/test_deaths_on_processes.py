@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from steepest import DistributedSGD, FailureConfig, RunConfig
+from steepest.core.engine.extension import Extension
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.runtime.machine.runtime import MachineRuntime
 from tests.core import models
@@ -91,3 +93,10 @@ def test_of_a_job_that_ends_or_does_not_begin_nothing_is_left(
     assert machine._template is not None
     assert not machine._template._forks
     assert left() == before
+
+
+def test_an_extension_that_cannot_be_pickled_is_refused() -> None:
+    extension = Extension()
+    extension.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="extensions cannot be sent to the workers"):
+        DistributedSGD(models.classifier, 1, run_config=CONFIG, extensions=[extension])
