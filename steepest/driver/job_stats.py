@@ -21,7 +21,7 @@ def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor, call
         return found
 
     counters = calls.reading(read)
-    processes = cluster.owner.call(cluster.workers.counters, Moment.ANY)
+    processes = cluster.owner.call(lambda: cluster.workers.answers("counters"), Moment.ANY)
     return Stats(
         step=counters.step,
         version=counters.version,

@@ -574,10 +574,8 @@ class Training:
         return found
 
     def _activities(self) -> dict[Peer, Activity]:
-        """Return what each process is doing, if it answers soon."""
-        calls = {p: runtime().call(a, "doing") for p, a in self.cluster.actors.items()}
-        self.owner.attend(_WHERE_SECONDS, calls=[*calls.values()])
-        return {peer: call.get() for peer, call in calls.items() if has_answered(call)}
+        """Return what each process is doing, of those that say it soon."""
+        return self.cluster.workers.answers("doing", _WHERE_SECONDS)
 
     def _where(self, activity: Activity) -> tuple[str, str]:
         """Return the samples that a worker computes, in words, and the frames of users' code in which it is."""

@@ -132,9 +132,9 @@ class WorkerCalls:
         context.owner.attend(context.run_config.deadlines.call, calls=refs)
         return [ref.get() for ref in refs if has_answered(ref)]
 
-    def counters(self) -> dict[Peer, dict[str, Any]]:
-        """Return the counters of all processes that answer in time, see `Process.counters`."""
+    def answers(self, method: str, seconds: float = _NOTICE_SECONDS) -> dict[Peer, Any]:
+        """Return what a method of each process returns, of those that answer within some seconds."""
         actors = self._context.actors
-        refs = {peer: runtime().call(actor, "counters") for peer, actor in actors.items()}
-        self._context.owner.attend(_NOTICE_SECONDS, calls=[*refs.values()])
+        refs = {peer: runtime().call(actor, method) for peer, actor in actors.items()}
+        self._context.owner.attend(seconds, calls=[*refs.values()])
         return {peer: ref.get() for peer, ref in refs.items() if has_answered(ref)}

@@ -45,6 +45,12 @@ def limited(name, globals=None, locals=None, fromlist=(), level=0):
 builtins.__import__ = limited
 """
 _PYTEST = "[pytest]\npythonpath = .\nmarkers = long: takes long\nfilterwarnings = error\n"
+_CONFTEST = """
+from hypothesis import settings
+from tests.hand_moved_clock import clock as clock
+settings.register_profile("loaded", deadline=None)  # a machine under load is no error
+settings.load_profile("loaded")
+"""
 
 
 def main(arguments: list[str]) -> int:
