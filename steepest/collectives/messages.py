@@ -75,6 +75,8 @@ class Part(Body):
     sequence: Sequence  # the count of gatherings there before
     region: Annotated[int, COUNT]  # before or after the step, or at the end of an epoch
     owner: Annotated[int, COUNT]  # the rank of the worker
+    # one more than the number of steps that the worker's loop has taken by then; 0 where that is not known
+    steps: Annotated[int, COUNT] = 0
     payload: Payload = None  # see `steepest.loop.kept.pack`
 
 

@@ -19,6 +19,7 @@ from steepest.loop.gathering import (
     LoopSeat,
     Region,
     alone,
+    check_here,
     joined,
     packed,
 )
@@ -50,6 +51,11 @@ class Meets(Protocol):
     @property
     def stands_in(self) -> bool:
         """Whether the loop goes through a batch that does not count."""
+        ...
+
+    @property
+    def steps_taken(self) -> int:
+        """One more than the number of steps that the loop has taken; 0 where that is not known."""
         ...
 
     @property
@@ -88,7 +94,7 @@ class Gatherer:
     """
 
     def __init__(self, loop: Meets) -> None:
-        self.gatherings = Gatherings()
+        self.gatherings = Gatherings(lambda: loop.steps_taken)
         self.among_batches = False
         self._loop = loop
         self.begin_anew()
@@ -162,7 +168,9 @@ class Gatherer:
 
     def _ask(self, place: GatheringPlace, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of all workers at a place."""
-        found: list[torch.Tensor] = self._loop.turns.ask(GatheringParts(place, own, self._seat))
+        wanted = GatheringParts(place, own, self._seat, self._loop.steps_taken)
+        found: list[torch.Tensor] = self._loop.turns.ask(wanted)
+        check_here(found)
         return found
 
     def gather(self, value: Any) -> Any:

@@ -14,7 +14,13 @@ from steepest.collectives.members import MemberCollective
 from steepest.collectives.messages import Part
 from steepest.core.system import system
 from steepest.core.tensors.memory import as_tensor
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    ProtocolError,
+    listed,
+)
 from steepest.loop.kept import pack, unpack
 
 _AGAIN_SECONDS = 1.0  # between two attempts to reach a worker
@@ -55,18 +61,34 @@ class GatheringParts:
         place: of the gathering.
         own: this worker's part.
         seat: as whom it asks.
+        steps: that the loop has taken by then, and one more; 0 where that is not known.
     """
 
     place: GatheringPlace
     own: torch.Tensor
     seat: LoopSeat
+    steps: int = 0
+
+
+#: What a worker gives where others gather and it does not come by.
+_ABSENT = torch.zeros(1, dtype=torch.uint8)
 
 
 class Gatherings:
-    """The parts of gatherings that are in progress, or that a worker may miss that joins later."""
+    """The parts of gatherings that are in progress, or that a worker may miss that joins later.
 
-    def __init__(self) -> None:
-        self._parts: dict[GatheringPlace, dict[int, torch.Tensor]] = {}
+    Args:
+        steps: returns what `GatheringParts.steps` says of this worker's loop.
+
+    Attributes:
+        parts: by place and rank.
+    """
+
+    def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
+        self._steps_here = steps
+        self.parts: dict[GatheringPlace, dict[int, torch.Tensor]] = {}
+        self._steps: dict[GatheringPlace, int] = {}  # the most of those who gather there
+        self._waits_at: GatheringPlace | None = None  # where the loop waits
         self._member: MemberCollective | None = None
         self.drops = 0  # how often all was dropped
         self._wait: Callable[[Callable[[], bool]], None] | None = None
@@ -95,25 +117,43 @@ class Gatherings:
     def miss(self, step: int) -> None:
         """Note that the loop does not see a step of the job: in what others gather there it has no rows."""
         self._missed = step
-        self._answer_missed()
+        self.answer()
 
     def end(self, ended: bool = True) -> None:
         """Note that the loop has ended, and gathers no more; or that it has begun anew."""
-        self._ended = ended
-        self._answer_missed()
+        self._ended, self._waits_at = ended, None
+        self.answer()
 
-    def _answer_missed(self) -> None:
-        """Take part, without rows, in what others gather where the loop does not come by."""
+    def answer(self) -> None:
+        """Take part in what others gather where the loop does not come by.
+
+        That is without rows in a step that it does not see, and to say so where it goes on without gathering.
+        """
         if self._member is None:
             return
         rank = self._member.rank
-        for place, parts in list(self._parts.items()):
+        for place, parts in list(self.parts.items()):
+            if rank in parts:
+                continue
             step = place.number - (place.region is Region.AFTER)
-            missed = step == self._missed and place.region is not Region.END
-            if (self._ended or missed) and rank not in parts:
-                self.among_batches |= missed
+            if step == self._missed and place.region is not Region.END:
+                self.among_batches = True
                 parts[rank] = without_rows(next(iter(parts.values())))
-                self._tell(place, rank, parts[rank])
+            elif self._ended or self._has_passed(place):
+                parts[rank] = _ABSENT
+            else:
+                continue
+            self._tell(place, rank, parts[rank])
+
+    def _has_passed(self, place: GatheringPlace) -> bool:
+        """Return whether the loop is beyond a place where others gather, or waits elsewhere between the same steps."""
+        there, here = self._steps.get(place, 0), self._steps_here()
+        if not there or not here:
+            return False
+        if there != here or self._waits_at is None:
+            return there < here
+        # none of those who gather there comes here any more, unless it has been here
+        return not self.parts[place].keys() <= self.parts.get(self._waits_at, {}).keys()
 
     @property
     def seat(self) -> LoopSeat | None:
@@ -123,17 +163,21 @@ class Gatherings:
 
     def put(self, wanted: GatheringParts) -> None:
         """Send the worker's own part to all others, unless a predecessor of the worker has done so."""
-        parts, rank = self._parts.setdefault(wanted.place, {}), wanted.seat.rank
+        parts, rank = self.parts.setdefault(wanted.place, {}), wanted.seat.rank
+        self._waits_at = wanted.place
         if rank not in parts:
             parts[rank] = wanted.own
+            self._steps[wanted.place] = max(wanted.steps, self._steps.get(wanted.place, 0))
             self._tell(wanted.place, rank, wanted.own)
+        self.answer()
 
     def found(self, wanted: GatheringParts) -> list[torch.Tensor] | None:
         """Return all parts by rank; None where some have not come."""
         self._send_late()
-        parts = self._parts.get(wanted.place, {})
+        parts = self.parts.get(wanted.place, {})
         if len(parts) < wanted.seat.size:
             return None
+        self._waits_at = None
         return [part for _, part in sorted(parts.items())]
 
     def wait(self, wanted: GatheringParts) -> None:
@@ -143,14 +187,17 @@ class Gatherings:
 
     def drop(self) -> None:
         """Drop all that was gathered, whose places may come again with other batches: loops amid one begin it anew."""
-        self._parts.clear()
+        self.parts.clear()
+        self._steps.clear()
+        self._waits_at = None
         self.drops += 1
 
     def drop_before(self, number: int) -> None:
         """Drop what was gathered in earlier steps: all workers are past these."""
-        if self._parts:
-            for place in [place for place in self._parts if place.number < number]:
-                del self._parts[place]
+        if self.parts:
+            for place in [place for place in self.parts if place.number < number]:
+                del self.parts[place]
+                self._steps.pop(place, None)
 
     def _take(self, part: Part) -> None:
         place = GatheringPlace(part.number, Region(part.region), part.sequence)
@@ -160,8 +207,9 @@ class Gatherings:
                 self._ask(part.owner)  # which has perhaps not heard of this worker before
             self._answer(part.owner)
         else:
-            self._parts.setdefault(place, {}).setdefault(part.owner, as_tensor(part.payload))
-            self._answer_missed()
+            self.parts.setdefault(place, {}).setdefault(part.owner, as_tensor(part.payload))
+            self._steps[place] = max(part.steps, self._steps.get(place, 0))
+            self.answer()
 
     def _ask(self, other: int) -> None:
         """Ask another worker for all parts that it knows; it asks in return, and is sent parts from then on."""
@@ -170,16 +218,19 @@ class Gatherings:
 
     def _answer(self, other: int) -> None:
         """Send another worker all parts that are known here."""
-        for place, parts in self._parts.items():
+        for place, parts in self.parts.items():
             for owner, payload in parts.items():
-                part = Part(place.number, place.nth, int(place.region), owner, payload)
-                self._send(other, part)
+                self._send(other, self._part(place, owner, payload))
 
     def _tell(self, place: GatheringPlace, owner: int, payload: torch.Tensor) -> None:
         assert self._member is not None
-        part = Part(place.number, place.nth, int(place.region), owner, payload)
+        part = self._part(place, owner, payload)
         for other in sorted(self._here):
             self._send(other, part)
+
+    def _part(self, place: GatheringPlace, owner: int, payload: torch.Tensor) -> Part:
+        about = place.number, place.nth, int(place.region), owner
+        return Part(*about, self._steps.get(place, 0), payload)
 
     def _send(self, other: int, part: Part) -> None:
         assert self._member is not None
@@ -194,6 +245,18 @@ class Gatherings:
             late, self._late = self._late, []
             for other, part in late:
                 self._send(other, part)
+
+
+def check_here(parts: Sequence[torch.Tensor]) -> None:
+    """Check that all workers gather where one does; else ConfigurationError."""
+    absent = [rank for rank, part in enumerate(parts) if part.numel() == _ABSENT.numel()]
+    if absent:
+        here = [f"worker {rank}" for rank in range(len(parts)) if rank not in absent]
+        raise ConfigurationError(
+            f"steepest.gather() was called by {listed(here)} where {listed(f'worker {rank}' for rank in absent)} did "
+            "not call it: all workers call it equally often, in one order; take it out of what is done by some of them "
+            "alone, such as under `if steepest.rank() == 0`"
+        )
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -125,6 +125,8 @@ class Session:
             before = where.step if self.loop.together else where.epoch or 0
             self.loop.gatherer.gatherings.drop_before(before)
         self._go_on()
+        if self.loop.gatherer.gatherings.parts:
+            self.loop.gatherer.gatherings.answer()  # others may gather where the loop went on
         self._raise_error()
         self.loop.states.rounds.said = self.loop.calls.count
         return self.job.asked is Ask.COMMIT

@@ -406,6 +406,14 @@ class UserLoop:
         return bool(self._stand_in.at)
 
     @property
+    def steps_taken(self) -> int:
+        """One more than the number of steps of the job that the loop has taken; 0 where that is not known."""
+        if self.stands_in or self.is_arriving or self.local or not self.together:
+            return 0
+        done = 0 if self.taken is None else self.taken.where.step + self.stepped
+        return max(done, self.job.passed) + 1  # in the last ones it may have had no samples
+
+    @property
     def has_samples(self) -> bool:
         """Whether the worker has samples in the present batch."""
         if self.lockstep is not None:

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 import steepest
-from steepest import DeadlineConfig
-from steepest.errors import DeadlineError
+from steepest.errors import ConfigurationError, ModelRaisedError
 from tests.own_loop_runs import STRATEGIES, run, without
 from tests.own_loops import Parts, Script
 from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import pause, run_config
+from tests.simulation.run import pause
 
 
 @pytest.fixture(autouse=True)
@@ -105,18 +104,63 @@ def test_a_worker_that_misses_a_step_is_not_awaited() -> None:
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
 
 
-def by_one(parts: Parts, epochs: int) -> None:
-    for _ in steepest.epochs(epochs):
-        for x, y in parts.loader:
-            if steepest.rank() == 0:
+def gathering(when: Any) -> Any:
+    """A loop that gathers at some places, which may be others on each worker."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        for epoch in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                if when("before"):
+                    steepest.gather(len(x))
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+                if when("after"):
+                    steepest.gather(len(x))
+            if when("end") and epoch < 2:
                 steepest.gather(len(x))
-            parts.optimizer.zero_grad()
-            nn.functional.mse_loss(parts.model(x), y).backward()
-            parts.optimizer.step()
+        if when("last"):
+            steepest.gather(1)
+
+    return loop
 
 
-def test_a_worker_that_gathers_alone_is_named_with_its_line() -> None:
-    late: Any = run_config(deadlines=DeadlineConfig(step=20.0))
-    with pytest.raises(DeadlineError, match="still waiting for worker 0") as raised:
-        run(Script(by_one), 2, run_config=late)
-    assert "steepest.gather(len(x))" in str(raised.value.__cause__)
+#: Where worker 1 gathers, and where the others do.
+UNLIKE: dict[str, tuple[set[str], set[str]]] = {
+    "one before": ({"before"}, set()),
+    "all but one before": (set(), {"before"}),
+    "one after": ({"after"}, set()),
+    "one at the end": ({"end"}, set()),
+    "elsewhere": ({"before"}, {"after"}),
+    "all but one at the end": (set(), {"end"}),
+    "one behind the loop": ({"last"}, set()),
+    "all but one behind the loop": (set(), {"last"}),
+}
+
+
+@pytest.mark.parametrize("any_steps", [False, True])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_workers_that_gather_at_unlike_places_are_told_at_once(
+    name: str, workers: int, any_steps: bool
+) -> None:
+    one, others = UNLIKE[name]
+
+    def when(where: str) -> bool:
+        return where in (one if steepest.rank() == 1 else others)
+
+    script = Script(gathering(when), data=samples(6 * workers), any_steps=any_steps)
+    words = r"steepest.gather\(\) was called by worker .* did not"
+    with pytest.raises((ModelRaisedError, ConfigurationError), match=words):
+        run(script, workers)
+
+
+def of_unlike_forms(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for x, _ in parts.loader:
+            steepest.gather({"a": len(x)} if steepest.rank() else {"b": len(x)})
+
+
+def test_workers_that_gather_unlike_values_are_told_so() -> None:
+    with pytest.raises(ModelRaisedError, match="values of different structures"):
+        run(Script(of_unlike_forms), 2)
