@@ -1,4 +1,4 @@
-"""Process groups over Gloo of which a member dies, or fails, between two operations, for plain processes."""
+"""Process groups over Gloo of which a member dies, or fails, between two operations, for worker processes."""
 
 from __future__ import annotations
 

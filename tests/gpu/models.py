@@ -1,4 +1,4 @@
-"""Models for the tests of GPUs, which plain processes import, and what these tests share."""
+"""Models for the tests of GPUs, which worker processes import, and what these tests share."""
 
 from __future__ import annotations
 
