@@ -16,7 +16,7 @@ from steepest.driver.directory_lock import DirectoryLock
 from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
 from steepest.observe.history import History
-from steepest.observe.history_file import RECORD, history_file
+from steepest.observe.history_file import RECORD, REPORTS, history_file
 from steepest.runtime.answers import Answer
 from steepest.state.row_read import RowRead, RowsAsTheyCome
 from steepest.storage.blocks import Progress
@@ -163,6 +163,7 @@ class _Unwritten(NamedTuple):
 
     history: tuple[list[dict[str, Any]], int]
     record: tuple[list[dict[str, Any]], int]
+    reports: tuple[list[dict[str, Any]], int]
 
 
 class CheckpointKeeper:
@@ -187,6 +188,7 @@ class CheckpointKeeper:
         self._history = history
         self._file = history_file(folder)
         self._record_file = history_file(folder, RECORD)
+        self._reports_file = history_file(folder, REPORTS)
         self._writer = Writer(folder, policy.write_timeout, clock)
         self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._chain: _Chain | None = None
@@ -198,9 +200,12 @@ class CheckpointKeeper:
             rows = file.resume(step, most)
             file = self._record_file
             record = file.resume(step, most)
+            file = self._reports_file
+            reports = file.resume(step)
         except OSError as error:
             raise CheckpointError(f"cannot continue {file.path}: {error}") from error
         self._history.resume(step, runs, rows, record)
+        self._history.reports.resume(reports)
 
     @property
     def since(self) -> Bases:
@@ -229,11 +234,13 @@ class CheckpointKeeper:
     def start_history(self) -> None:
         """Begin to write the rows of the history that no checkpoint was written after."""
         rows = self._unwritten()
-        if rows.history[0] or rows.record[0]:
+        if any(found for found, _ in rows):
             self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
 
     def _unwritten(self) -> _Unwritten:
-        return _Unwritten(self._history.unwritten(), self._history.record.unwritten())
+        history = self._history
+        of_loops = history.reports.unwritten()
+        return _Unwritten(history.unwritten(), history.record.unwritten(), of_loops)
 
     def await_write(self) -> bool:
         """Wait for what is being written, and raise its error; return whether nothing hangs."""
@@ -305,12 +312,13 @@ class CheckpointKeeper:
         log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, written)
 
     def _write_history(self, rows: _Unwritten, progress: Progress) -> None:
-        record = self._history.record
+        record, reports = self._history.record, self._history.reports
         for file, (found, number), of in (
             (self._file, rows.history, self._history),
             (self._record_file, rows.record, record),
+            (self._reports_file, rows.reports, reports),
         ):
-            if found or of is not record:
+            if found or of is self._history:
                 progress(file.path)
                 try:
                     file.append(found)

@@ -264,13 +264,6 @@ class DistributedSGD:
         """The evaluations of all calls of `fit`, those before a restored checkpoint too, in order."""
         return tuple(self._keeping.evaluations)
 
-    def _hear_notes(
-        self, listener: Callable[[Sequence[tuple[int, int, float, dict[str, float]]], bool], None]
-    ) -> None:
-        """Have a function called with what workers' own loops say in each committed step, and whether it had samples,
-        see `steepest.loop.run`."""
-        self._training.on_notes = listener
-
     @property
     def history(self) -> History:
         """The run so far: rows of steps, epochs, evaluations and events."""

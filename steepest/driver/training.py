@@ -126,12 +126,6 @@ class Training:
         self.on_count: Callable[[int], None] | None = (
             None  # called with each committed step's number
         )
-        #: called with what workers' own loops say in a committed step, see `steepest.core.messages.driver.Result.notes`
-        #: and whether it had samples
-        self.on_notes: (
-            Callable[[Sequence[tuple[int, int, float, dict[str, float]]], bool], None] | None
-        )
-        self.on_notes = None
         self._described: tuple[object, int] = (None, -1)  # members and events when it was told
         supervisor.make_up = self._make_up
 
@@ -414,8 +408,7 @@ class Training:
         self._describe()
         if self.on_count is not None:
             self.on_count(result.step)
-        if result.notes and self.on_notes is not None:
-            self.on_notes(result.notes, result.samples > 0)
+        self.history.reports.add_noted(result.notes, result.step, result.samples > 0)
         return self.last
 
     def _describe(self) -> None:

@@ -36,7 +36,7 @@ from steepest.loop.each_epoch import EachEpochSource, Later, loaded
 from steepest.loop.kept import pack, unpack
 from steepest.loop.overlap import Overlap
 from steepest.loop.parameter_places import ParameterPlaces
-from steepest.loop.prepared import Batch, Progress, Reported
+from steepest.loop.prepared import Batch, Progress
 from steepest.loop.projected import Projected, Projection
 from steepest.loop.script import UserScript
 from steepest.loop.session import Session
@@ -45,6 +45,7 @@ from steepest.loop.training_data import TrainingData
 from steepest.loop.user_loop import UserLoop
 from steepest.loop.window import Again
 from steepest.loop.writes import Before, LoopWrites
+from steepest.observe.reports import Reported
 from steepest.runtime.remote_functions import name_of
 
 if TYPE_CHECKING:
@@ -513,7 +514,10 @@ class LoopModel(TorchModel):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like, and the state of the loop."""
-        return {**self._buffers(), LOOP_STATE: pack(self.loop.states.state(), self.loop.batches)}
+        state = self.loop.states.state()
+        unsent = self.loop.reports.unsent_before(state["reports"])
+        state["unsent"] = self.loop.rank, [tuple(each) for each in unsent]
+        return {**self._buffers(), LOOP_STATE: pack(state, self.loop.batches)}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like as they are where the loop's state begins."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from steepest.loop.prepared import Reported
+from collections.abc import Iterable
+
+from steepest.observe.reports import Reported
 
 
 class OutgoingReports:
@@ -17,6 +19,15 @@ class OutgoingReports:
     def notes(self) -> list[Reported]:
         """The reports that no committed step has taken to the driver."""
         return self._found[self._noted :]
+
+    def unsent_before(self, number: int) -> list[Reported]:
+        """Return the reports before the one with a number that no committed step has taken to the driver."""
+        return [each for each in self.notes if each.number < number]
+
+    def take_over(self, unsent: Iterable[tuple[int, float, dict[str, float]]]) -> None:
+        """Take reports that are part of a state of this worker's, but for those that are here."""
+        here = {each.number for each in self._found}
+        self._found += [Reported(*each) for each in unsent if each[0] not in here]
 
     def add(self, report: Reported) -> None:
         """Take a report."""

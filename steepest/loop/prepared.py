@@ -14,6 +14,7 @@ from steepest.core.models.protocol import Where
 from steepest.core.optim.several import WHICH
 from steepest.loop.closures import ByClosure
 from steepest.loop.lockstep import Lockstep
+from steepest.observe.reports import Reported
 
 
 class Ask(enum.Enum):
@@ -32,14 +33,6 @@ class Batch(NamedTuple):
     where: Where
     samples: int  # of the share until then
     whole: int  # samples of all workers
-
-
-class Reported(NamedTuple):
-    """The values of one call of `report` on one worker."""
-
-    number: int  # of the worker's calls before
-    weight: float  # of this worker's batches since its call before
-    values: dict[str, float]
 
 
 @dataclass(frozen=True)

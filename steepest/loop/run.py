@@ -19,7 +19,6 @@ from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError, folds_frames
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
-from steepest.loop.reports import Reports, read_reports, write_reports
 from steepest.loop.user_loop import current
 from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
@@ -135,16 +134,11 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         )
         if timeline is not None:
             whole.enter_context(sgd.timeline(timeline))
-        # of a run that has ended, and is started again, functions report nothing any more
-        begun_before = checkpoints is not None and len(sgd.history.steps) > 0
-        reports = Reports(read_reports(checkpoints.path) if begun_before and checkpoints else ())
-        sgd._hear_notes(
-            reports.add_noted
-        )  # at the end of a `fit` those of workers that live are asked for once more
+        reports = sgd.history.reports
         numbers = itertools.count()
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
-        while (wanted := _advance(sgd, reports, next(numbers), creator.name)) is not None:
+        while (wanted := _advance(sgd, next(numbers), creator.name)) is not None:
             if wanted.in_lockstep:
                 shown = "lines" if progress is True else progress
                 sgd.fit(steps=ENDLESS, callbacks=[ends, *callbacks], progress=shown)
@@ -153,17 +147,15 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             begun += epochs
             pauses = [_PausesAtEpochs()] if wanted.meets else []
             sgd.fit(epochs=epochs, callbacks=[ends, *pauses, *callbacks], progress=progress)
-        _end(sgd.history, ends.first, reports)
-        if checkpoints is not None:
-            write_reports(checkpoints.path, reports.rows())
+        _end(sgd.history, ends.first)
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
 
-def _end(history: History, first: int | None, reports: Reports) -> None:
+def _end(history: History, first: int | None) -> None:
     """Have the history end before the first step in which nobody had samples, with what was reported since."""
     if first is not None:
         history.end(first)
-    if left := reports.behind_the_last_step():
+    if left := history.reports.behind_the_last_step():
         history.reported(left)
 
 
@@ -176,12 +168,12 @@ class _LoopNeeds:
     meets: bool
 
 
-def _advance(sgd: DistributedSGD, reports: Reports, number: int, loop: str) -> _LoopNeeds | None:
+def _advance(sgd: DistributedSGD, number: int, loop: str) -> _LoopNeeds | None:
     """Let all functions go on up to where they need batches; return what they want, or None if all have ended."""
     epoch = sgd.epoch or 0
     found = sgd._foreach_loop(_Advance(epoch, number), loop)
     for worker, progress in enumerate(found):
-        reports.add(worker, progress.reports)
+        sgd.history.reports.add(worker, progress.reports, sgd._training.step)
     going_on = [progress for progress in found if not progress.ended]
     if not going_on:
         return None

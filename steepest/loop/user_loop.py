@@ -28,7 +28,7 @@ from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, watched
 from steepest.loop.mistakes import explained
 from steepest.loop.outgoing_reports import OutgoingReports
-from steepest.loop.prepared import Ask, Batch, Prepared, Reported
+from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
 from steepest.loop.standing_in import StandIn
 from steepest.loop.ticks import Schedules
@@ -37,6 +37,7 @@ from steepest.loop.torch_scaling import watched as scaling_watched
 from steepest.loop.turns import Turns
 from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
+from steepest.observe.reports import Reported
 
 _local = threading.local()
 _running: list[UserLoop] = []  # in this process
@@ -133,6 +134,9 @@ class UserLoop:
     def arrive(self, state: dict[str, Any]) -> None:
         """Go on from a state once the function comes to its epochs."""
         self.arriving = state
+        of, unsent = state["unsent"]
+        if of == self.job.rank:  # else they are another worker's, which sends them
+            self.reports.take_over(unsent)
 
     def begin_anew(self, state: dict[str, Any], rounds: Rounds | None = None) -> None:
         """Begin with a function that has not run yet, which goes on from a state, amid some rounds."""

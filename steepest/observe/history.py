@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, overload
 from steepest.core.system import system
 from steepest.errors import ConfigurationError
 from steepest.observe.job_record import JobRecord
+from steepest.observe.reports import Reports
 from steepest.observe.results import EvaluationResult, Event, StepResult
 
 
@@ -89,12 +90,14 @@ class History(Sequence[dict[str, Any]]):
         runs: of each logger, the id of its run; in checkpoints.
         begun: the step from which the run continues here; 0 if it began here.
         record: what there is to know of the run beside these rows, for its page.
+        reports: what loops of users' own have reported.
     """
 
     def __init__(self, events: Sequence[Event] = (), limit: int = 100_000) -> None:
         self.runs: dict[str, str] = {}
         self.begun = 0
         self.record = JobRecord()
+        self.reports = Reports()
         self._events = events
         self._seen = 0  # of these
         self._limit = limit

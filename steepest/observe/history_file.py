@@ -20,6 +20,7 @@ from steepest.storage.places import ObjectUrl, StoragePlace
 
 HISTORY = "history.jsonl"
 RECORD = "job.jsonl"  # of the rows of a `JobRecord`
+REPORTS = "reports.jsonl"  # of the rows of `Reports`
 _SUFFIX = ".jsonl"
 _ALL = "all"
 _TOGETHER = 1000  # lines that are decoded at once
@@ -41,7 +42,7 @@ class HistoryRows(Protocol):
 
 
 def history_file(folder: StoragePlace, name: str = HISTORY) -> HistoryRows:
-    """Return the rows of a history beside its checkpoints; `RECORD` for those of its record."""
+    """Return the rows of a history beside its checkpoints; `RECORD`, `REPORTS` for those of its record and reports."""
     if isinstance(folder, ObjectUrl):
         place = folder / name.removesuffix(_SUFFIX)
         return HistorySegments(place, ObjectStorage.of(folder.scheme))
