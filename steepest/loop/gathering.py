@@ -192,6 +192,29 @@ class Gatherings:
         self._waits_at = None
         self.drops += 1
 
+    def behind_steps(self) -> list[tuple[int, int, int, int, torch.Tensor]]:
+        """Return what was gathered behind steps and epochs: number, region, nth, worker and part.
+
+        It is a part of a worker's state: one that has gone on has gathered with others that have yet to.
+        """
+        return [
+            (place.number, int(place.region), place.nth, owner, payload)
+            for place, parts in self._parts.items()
+            if place.region is not Region.BEFORE
+            for owner, payload in parts.items()
+        ]
+
+    def restore(self, gathered: Iterable[tuple[int, int, int, int, torch.Tensor]]) -> None:
+        """Take what `behind_steps` has returned, tell the others, and ask them for what they have."""
+        for number, region, nth, owner, payload in gathered:
+            place = GatheringPlace(number, Region(region), nth)
+            self._parts.setdefault(place, {}).setdefault(owner, payload)
+        if self._member is not None:
+            for other in range(self._member.size):
+                if other != self._member.rank:
+                    self._answer(other)
+                    self._ask(other)
+
     def drop_before(self, number: int) -> None:
         """Drop what was gathered in earlier steps: all workers are past these."""
         if self.parts:

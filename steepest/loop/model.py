@@ -517,6 +517,7 @@ class LoopModel(TorchModel):
         state = self.loop.states.state()
         unsent = self.loop.reports.unsent_before(state["reports"])
         state["unsent"] = self.loop.rank, [tuple(each) for each in unsent]
+        state["gathered"] = self.loop.size, self.loop.gatherer.gatherings.behind_steps()
         return {**self._buffers(), LOOP_STATE: pack(state, self.loop.batches)}
 
     def _buffers(self) -> dict[str, torch.Tensor]:

@@ -137,6 +137,9 @@ class UserLoop:
         of, unsent = state["unsent"]
         if of == self.job.rank:  # else they are another worker's, which sends them
             self.reports.take_over(unsent)
+        size, gathered = state["gathered"]
+        if size == self.job.size:
+            self.gatherer.gatherings.restore(gathered)
 
     def begin_anew(self, state: dict[str, Any], rounds: Rounds | None = None) -> None:
         """Begin with a function that has not run yet, which goes on from a state, amid some rounds."""

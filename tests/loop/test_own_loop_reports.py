@@ -34,7 +34,7 @@ def reporting(parts: Parts, epochs: int) -> None:
             loss.backward()
             steepest.report(before=loss)
             parts.optimizer.step()
-            steepest.report(after=loss, epoch=epoch)
+            steepest.report(after=steepest.gather(loss.detach()).mean(), epoch=epoch)
         steepest.report(at_the_end=steepest.gather(loss.detach()).mean())
     steepest.report(over=torch.tensor(1.0))
 
