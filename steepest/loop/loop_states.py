@@ -20,6 +20,7 @@ from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
+from steepest.loop.script_settings import ScriptSettings
 from steepest.loop.standing_in import Boundary
 from steepest.loop.ticks import Schedules
 from steepest.loop.window import Window
@@ -47,6 +48,7 @@ class HasStates(Protocol):
     schedules: Schedules
     steps: LoopSteps
     window: Window
+    settings: ScriptSettings | None
 
     @property
     def size(self) -> int:
@@ -316,6 +318,7 @@ class LoopStates:
             **self._loop.schedules.state(),
             "gathers": self._loop.gatherer.among_batches,
             "local": self._loop.local,
+            "settings": None if self._loop.settings is None else self._loop.settings.state(),
             "lockstep": self._place(),
             "window": None if at == "after" else self._window_of_others(),
             "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,

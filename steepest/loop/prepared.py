@@ -45,6 +45,7 @@ class Progress:
         in_lockstep: whether its steps are not one for each batch, so that it counts epochs itself.
         reports: since this was asked for the last time.
         meets: whether it is to find the others behind each epoch.
+        resumed: which settings of the script are others than those of the checkpoint, in words.
     """
 
     ended: bool
@@ -52,6 +53,7 @@ class Progress:
     in_lockstep: bool
     reports: list[Reported] = field(default_factory=list)
     meets: bool = False
+    resumed: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from steepest.observe.results import StepResult
 from steepest.observe.timeline.trace_file import check_target
 from steepest.strategies.named import as_strategy
 from steepest.validation import require_function
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ def _advance(sgd: DistributedSGD, number: int, loop: str) -> _LoopNeeds | None:
     """Let all functions go on up to where they need batches; return what they want, or None if all have ended."""
     epoch = sgd.epoch or 0
     found = sgd._foreach_loop(_Advance(epoch, number), loop)
+    if not number and found[0].resumed:
+        log.warning("going on with the script's own settings: %s", found[0].resumed)
     for worker, progress in enumerate(found):
         sgd.history.reports.add(worker, progress.reports, sgd._training.step)
     going_on = [progress for progress in found if not progress.ended]

@@ -239,6 +239,7 @@ class Session:
             self.loop.in_lockstep,
             reports,
             meets=self.loop.meets and not self.loop.together,
+            resumed=self.loop.resumed,
         )
 
     @property

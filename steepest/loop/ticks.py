@@ -47,6 +47,11 @@ class Ticks:
         scheduler.__class__ = type(own.__name__, (own,), ticking)
 
     @property
+    def step_own(self) -> Callable[..., None]:
+        """The scheduler's own `step`."""
+        return self._step
+
+    @property
     def unticked(self) -> int | None:
         """The worker's batches since the scheduler's last step, if that counts calls; else None."""
         since = self._loop.batches - self._batches
@@ -102,6 +107,11 @@ class Schedules:
         # of the state that was taken, see `Ticks`
         self._ticked: list[int | None] = []
         self._unticked: list[int | None] = []
+
+    @property
+    def steps(self) -> list[Callable[[], None]]:
+        """What steps each scheduler once, without its being counted."""
+        return [ticks.step_own for ticks in self._ticks]
 
     def state(self) -> dict[str, Any]:
         """Return what `take` needs in another worker."""

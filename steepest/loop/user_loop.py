@@ -30,6 +30,7 @@ from steepest.loop.mistakes import explained
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
+from steepest.loop.script_settings import ScriptSettings, check_lengths
 from steepest.loop.standing_in import StandIn
 from steepest.loop.ticks import Schedules
 from steepest.loop.torch_clipping import watched as clipping_watched
@@ -64,6 +65,8 @@ class UserLoop:
         weight, samples, whole, losses: of the batches of the last step, or of the step in progress: what they weigh,
             their samples, those of all workers, and their losses.
         fresh: what was reported since the last step.
+        settings: what the script has set of its optimizers and schedulers; None before `prepare`.
+        resumed: which of these are others than those of the checkpoint, in words.
         batches: that the loop has taken.
         meets: whether workers wait for each other behind each epoch, as far as the loop has said so.
     """
@@ -118,6 +121,8 @@ class UserLoop:
         self.calls = ReportCalls(self.calls.count)
         self.kept: Kept | None = None
         self.schedules = Schedules(self)
+        self.settings: ScriptSettings | None = None
+        self.resumed = ""
         self.window = Window()  # of batches since the last step
         self.held = HeldGradients()
         self._go_back_to: Sequence[int] | None = None  # to where that of the others begins
@@ -241,6 +246,7 @@ class UserLoop:
         if prepared.closures:
             prepared.model.expect_trials()
             self.gatherer.among_batches = True  # all workers take part in each evaluation
+        self.settings = ScriptSettings(prepared)
         self.schedules = Schedules(self, prepared.schedulers)
         self.job.turns.ask(Ask.BEGIN)
 
@@ -260,6 +266,9 @@ class UserLoop:
                 "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both"
             )
         self.wanted_epochs = count
+        assert self.settings is not None
+        self.settings.epochs = count
+        check_lengths(self.prepared, count, self.job.size)
         pending = self.pending
         self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
         if self.meets and not self.together and self.arriving is not None:
@@ -304,7 +313,7 @@ class UserLoop:
             elif not lockstep.skip:
                 self._take(self.arriving)
             elif entries := self.arriving.get("entries"):  # not in checkpoints of before
-                self._set_by_hand(entries[0 if is_whole else 1])
+                self._set_by_hand(entries[0 if is_whole else 1], settings=self.arriving["settings"])
         if not self.stands_in:
             self.epoch = lockstep.first_epoch(self.job.size)
         while self.epoch < count:
@@ -336,7 +345,7 @@ class UserLoop:
         assert self.prepared is not None
         prepared = self.prepared
         prepared.model.restore_buffers()
-        self._set_by_hand(state, kept=False)
+        self._set_by_hand(state, settings=state["settings"], kept=False)
         if state.get("frozen") is not None:  # not in checkpoints of before
             prepared.model.freeze(state["frozen"])
         for (_, each), own in zip(prepared.closures, state.get("closures", ()), strict=False):
@@ -355,13 +364,19 @@ class UserLoop:
                 stacklevel=2,
             )
 
-    def _set_by_hand(self, state: Mapping[str, Any], *, kept: bool = True) -> None:
-        """Set what loops set by hand: what optimizers' groups and schedulers have, and what is `kept`."""
-        assert self.prepared is not None
+    def _set_by_hand(
+        self, state: Mapping[str, Any], *, settings: Mapping[str, Any], kept: bool = True
+    ) -> None:
+        """Set what loops set by hand: what optimizers' groups and schedulers have, and what is `kept`.
+
+        Args:
+            state: with these.
+            settings: of the script of which it is.
+            kept: whether to set that too.
+        """
         if state["groups"]:
-            for scheduler, own in zip(self.prepared.schedulers, state["schedulers"], strict=True):
-                scheduler.load_state_dict(own)
-            self.prepared.set_groups(state["groups"])
+            assert self.settings is not None
+            self.resumed = self.settings.go_on(settings, state, self.schedules.steps)
         if kept and self.kept is not None:
             self.kept.load(state["kept"])
 
