@@ -39,8 +39,8 @@ class OutgoingReports:
 
     def note_before(self, number: int) -> None:
         """Note that committed steps have taken those before the one with this number to the driver."""
-        said = sum(each.number < number for each in self._found)
-        self._noted = max(self._noted, said)
+        while self._noted < len(self._found) and self._found[self._noted].number < number:
+            self._noted += 1
 
     def hand_over(self, number: int) -> list[Reported]:
         """Return all reports, which are forgotten unless the call with this number is made again."""

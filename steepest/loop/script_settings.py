@@ -35,22 +35,18 @@ class ScriptSettings:
         prepared: what it has given there.
 
     Attributes:
-        epochs: that it wants; None before it has said so.
+        state: these, as plain values; "epochs" are those that it wants, None before it has said so.
     """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self.epochs: int | None = None
         self._schedulers = [copy.deepcopy(each.state_dict()) for each in prepared.schedulers]
         names = [type(each).__name__ for each in prepared.schedulers]
-        self._made = {
+        self.state: dict[str, Any] = {
+            "epochs": None,
             "groups": [own for _, own in prepared.model.optimizer_spec.groups],
             "schedulers": [list(each) for each in zip(names, self._schedulers, strict=True)],
         }
-
-    def state(self) -> dict[str, Any]:
-        """Return them as plain values."""
-        return {"epochs": self.epochs, **self._made}
 
     def go_on(
         self,
@@ -68,7 +64,7 @@ class ScriptSettings:
         Raises:
             ConfigurationError: there are other schedulers, or one that is over by then.
         """
-        before, now = begun["schedulers"], self.state()["schedulers"]
+        before, now = begun["schedulers"], self.state["schedulers"]
         if len(before) != len(now):
             raise ConfigurationError(
                 f"steepest.prepare() was given {_listed(now)}, and the checkpoint is of a run with {_listed(before)}: "
@@ -112,7 +108,7 @@ class ScriptSettings:
 
     def _differ(self, begun: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         """Return whether a script with other settings has come to a state."""
-        own = self.state()
+        own = self.state
         if any(not _same(begun[key], own[key]) for key in ("groups", "schedulers")):
             return True
         pairs = zip(self._prepared.schedulers, state["schedulers"], strict=True)
@@ -144,7 +140,7 @@ class ScriptSettings:
 
     def _told(self, begun: Mapping[str, Any], stays: Sequence[Mapping[str, Any]], made: Any) -> str:
         """Return what the script has now in place of what the checkpoint's had, in words; empty if that is the same."""
-        own, found = self.state(), []
+        own, found = self.state, []
         for number, (now, before) in enumerate(zip(own["groups"], begun["groups"], strict=True)):
             of_group = f" of group {number}" if len(own["groups"]) > 1 else ""
             for key in now:

@@ -114,7 +114,7 @@ class Session:
         here = taken is not None and taken.where == batch.where
         in_order = self.loop.together and not self.loop.ahead
         if in_order and taken is not None and taken.where.step < batch.where.step:
-            self._note_reports()  # all steps before are committed
+            self.loop.reports.note_before(self.loop.states.rounds.said)  # that step is committed
         if here and self.job.asked is Ask.COMMIT:
             return True
         if here and self.loop.states.is_uncommitted:
@@ -134,10 +134,6 @@ class Session:
         self._raise_error()
         self.loop.states.rounds.said = self.loop.calls.count
         return self.job.asked is Ask.COMMIT
-
-    def _note_reports(self) -> None:
-        """Note that a committed step has taken to the driver what the last push has carried."""
-        self.loop.reports.note_before(self.loop.states.rounds.said)
 
     def awaits(self, where: Where) -> bool:
         """Whether the loop awaits the commit of the step of a batch."""
@@ -176,7 +172,7 @@ class Session:
         awaited = self.loop.taken is not None and self.loop.taken.where.step < steps
         self.job.committed = max(self.job.committed, steps)
         if awaited:
-            self._note_reports()
+            self.loop.reports.note_before(self.loop.states.rounds.said)
         over = self.job.asked is Ask.BATCH and self.loop.is_over and self.job.passed <= steps
         if (self.job.asked is Ask.COMMIT and awaited) or over or self.job.asked is Ask.PARTS:
             self._go_on(waits=waits)
