@@ -307,14 +307,21 @@ def register(**objects: Any) -> Any:
     """Keep things with the job's state: in snapshots, checkpoints, and for workers that join later.
 
     Call it before `epochs`, which gives a worker that joins what the others have. What `prepare` was given is kept by
-    itself. What a worker has by itself, not as the others have it, is not for this: a successor gets worker 0's.
+    itself. Of what each worker has by itself, not as the others have it, such as a hidden state, a run that goes on
+    gives each worker its own; the successor of a dead one gets another worker's.
 
     Args:
         objects: by name: anything with `state_dict` and `load_state_dict`, such as a GradScaler or a module that has
-            the mean of weights; or plain values, such as a best accuracy.
+            the mean of weights; numbers and text, such as a best accuracy; tensors, arrays, lists, dicts, sets, deques,
+            random generators, and objects of plain Python classes, in each other too. These stay the same objects:
+            a script goes on with its own variable.
 
     Returns:
-        An object with these as attributes. To change a plain value, set the attribute.
+        An object with these as attributes. To change a number or a text, set the attribute.
+
+    Raises:
+        ConfigurationError: something cannot be kept, which is named with the way to it; or it is called twice, or in
+            the loop.
 
     Example:
         >>> kept = register(best=0.0)

@@ -12,6 +12,7 @@ import torch
 
 from steepest.core.optim.json_values import from_json, to_json
 from steepest.errors import ConfigurationError
+from steepest.loop.kept_values import FindClass, copied, form_of, is_small, restored
 
 _LENGTH = (
     8  # bytes of the number of batches, and of that of the bytes of the JSON before the tensors
@@ -19,7 +20,7 @@ _LENGTH = (
 
 
 class Kept:
-    """What a user keeps with the job's state; plain values are attributes, which may be set."""
+    """What a user keeps with the job's state, each an attribute, which may be set."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         vars(self).update(objects)
@@ -29,27 +30,42 @@ class Kept:
                     f"steepest.register({name}=...) was given a {type(value).__name__}, which has one of state_dict() "
                     "and load_state_dict(): give an object with both, or plain values"
                 )
+            if not hasattr(value, "state_dict"):
+                form_of(value, name)
 
     def state(self, objects: bool = True) -> dict[str, Any]:
-        """Return the states of all objects, and the values; without `objects` the values alone."""
+        """Return the states of all objects, and the values; without `objects` small values alone, as copies.
+
+        Raises:
+            ConfigurationError: a value has come to have something in it that cannot be kept.
+        """
+        if not objects:
+            return {
+                name: copied(form_of(value, name))
+                for name, value in vars(self).items()
+                if not hasattr(value, "state_dict") and is_small(value)
+            }
         return {
-            name: value.state_dict() if hasattr(value, "state_dict") else value
+            name: value.state_dict() if hasattr(value, "state_dict") else form_of(value, name)
             for name, value in vars(self).items()
-            if objects or not hasattr(value, "state_dict")
         }
 
-    def numbers(self) -> dict[str, Any]:
-        """Return those of the values that are numbers or text."""
-        return {name: v for name, v in vars(self).items() if isinstance(v, int | float | str)}
+    def load(self, state: Mapping[str, Any], find: FindClass) -> None:
+        """Set what `state` returned, in place where that can be; what has another name now is left out.
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` returned; what has another name now is left out."""
+        Args:
+            state: by name.
+            find: finds the classes of objects in containers.
+
+        Raises:
+            ConfigurationError: the script has no such class any more.
+        """
         for name in vars(self).keys() & state.keys():
             value = vars(self)[name]
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(state[name])
             else:
-                vars(self)[name] = state[name]
+                vars(self)[name] = restored(state[name], value, name, find)
 
 
 def pack(state: Mapping[str, Any], batches: int = 0) -> torch.Tensor:

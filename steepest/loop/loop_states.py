@@ -281,7 +281,7 @@ class LoopStates:
         found = {
             "reports": loop.calls.count,
             "since": loop.calls.weight,
-            "kept": {} if loop.kept is None else loop.kept.numbers(),
+            "kept": {} if loop.kept is None else loop.kept.state(objects=False),
         }
         if loop.lockstep is not None:  # what is between two steps of a batch is done again
             found |= copy.deepcopy(self._scheduled())
@@ -318,7 +318,7 @@ class LoopStates:
             **self._loop.schedules.state(),
             "gathers": self._loop.gatherer.among_batches,
             "local": self._loop.local,
-            "settings": None if self._loop.settings is None else self._loop.settings.state(),
+            "settings": None if self._loop.settings is None else self._loop.settings.state,
             "lockstep": self._place(),
             "window": None if at == "after" else self._window_of_others(),
             "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,

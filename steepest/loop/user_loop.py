@@ -22,6 +22,7 @@ from steepest.loop.gathering import Region
 from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept
+from steepest.loop.kept_values import finder
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.loop_states import LoopStates, Rounds
 from steepest.loop.loop_steps import LoopSteps
@@ -267,7 +268,7 @@ class UserLoop:
             )
         self.wanted_epochs = count
         assert self.settings is not None
-        self.settings.epochs = count
+        self.settings.state["epochs"] = count
         check_lengths(self.prepared, count, self.job.size)
         pending = self.pending
         self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
@@ -354,7 +355,7 @@ class UserLoop:
             self.schedules.restore(state)
         self._go_back_to = state.get("window")
         if self.kept is not None:
-            self.kept.load(state["kept"])
+            self.kept.load(state["kept"], finder(self._function))
         if left_out := state.get("left_out", 0):
             warnings.warn(
                 f"worker {self.job.rank} enters the loop while gradients of several batches are added up for one step: "
@@ -378,7 +379,7 @@ class UserLoop:
             assert self.settings is not None
             self.resumed = self.settings.go_on(settings, state, self.schedules.steps)
         if kept and self.kept is not None:
-            self.kept.load(state["kept"])
+            self.kept.load(state["kept"], finder(self._function))
 
     def _begin_ticks(self, step: int) -> None:
         """Have schedulers count after a step of the job."""
