@@ -43,7 +43,7 @@ from steepest.observe.reports import Reported
 
 _local = threading.local()
 _running: list[UserLoop] = []  # in this process
-_AT_THE_TOP = 1 << 32  # in place of a number of steps: an epoch begins
+_TOP = 3  # in place of a Region: before an epoch's first batch
 
 
 class UserLoop:
@@ -290,7 +290,7 @@ class UserLoop:
         before = (self.job.passed if arrived or pending is None else pending.where.step) - 1
         self._begin_ticks(before)
         while self.epoch < count:
-            self._seed_for(self.epoch, _AT_THE_TOP)
+            self._seed_for(self.epoch, region=_TOP)
             self.prepared.enter(first + self.epoch)
             yield first + self.epoch
             if from_the_start:
@@ -327,7 +327,7 @@ class UserLoop:
             self.states.boundary.leave()
             self.batches += 1
             self.own_weight = None
-            self._seed_for(self.epoch, _AT_THE_TOP)
+            self._seed_for(self.epoch, region=_TOP)
             self.prepared.enter(first + self.epoch)
             yield first + self.epoch
             # rounds of a loop without a loader may add up gradients for a step in a later one
@@ -718,12 +718,12 @@ class UserLoop:
 
         Args:
             number: of the batch, or round, see `GatheringPlace`; of the epoch at its top.
-            taken: steps that are taken of it, or `_AT_THE_TOP`.
-            region: Region.END behind an epoch.
+            taken: steps that are taken of it.
+            region: Region.END behind an epoch, `_TOP` before its first batch.
             part: of the batch that is the worker's; its rank, if that is left out.
         """
-        own = step_seed(self.seed, number, self.job.rank if part is None else part)
-        seed_everything(step_seed(own, taken, region))
+        salted = self.seed + ((4 * taken + region + 1) << 32)  # loading a batch is seeded without
+        seed_everything(step_seed(salted, number, self.job.rank if part is None else part))
 
     def _weight_of(self, lockstep: Lockstep) -> float:
         """Return what the present batch weighs in a step."""
