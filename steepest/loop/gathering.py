@@ -192,23 +192,25 @@ class Gatherings:
         self._waits_at = None
         self.drops += 1
 
-    def behind_steps(self) -> list[tuple[int, int, int, int, torch.Tensor]]:
-        """Return what was gathered behind steps and epochs: number, region, nth, worker and part.
+    def behind_steps(self) -> list[tuple[int, int, int, int, int, torch.Tensor]]:
+        """Return what was gathered behind steps and epochs: number, region, nth, steps, worker and part.
 
         It is a part of a worker's state: one that has gone on has gathered with others that have yet to.
         """
         return [
-            (place.number, int(place.region), place.nth, owner, payload)
-            for place, parts in self._parts.items()
+            (place.number, int(place.region), place.nth, self._steps.get(place, 0), owner, payload)
+            for place, parts in self.parts.items()
             if place.region is not Region.BEFORE
             for owner, payload in parts.items()
+            if payload.numel() != _ABSENT.numel()
         ]
 
-    def restore(self, gathered: Iterable[tuple[int, int, int, int, torch.Tensor]]) -> None:
+    def restore(self, gathered: Iterable[tuple[int, int, int, int, int, torch.Tensor]]) -> None:
         """Take what `behind_steps` has returned, tell the others, and ask them for what they have."""
-        for number, region, nth, owner, payload in gathered:
+        for number, region, nth, steps, owner, payload in gathered:
             place = GatheringPlace(number, Region(region), nth)
-            self._parts.setdefault(place, {}).setdefault(owner, payload)
+            self.parts.setdefault(place, {}).setdefault(owner, payload)
+            self._steps[place] = max(steps, self._steps.get(place, 0))
         if self._member is not None:
             for other in range(self._member.size):
                 if other != self._member.rank:
