@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ import pytest
 
 from steepest import Checkpoints, DistributedSGD
 from steepest.errors import ShutdownError
-from steepest.runtime.job_runtime import JobRuntime, using
+from steepest.runtime.job_runtime import JobRuntime, runtime, using
 from steepest.runtime.owner import GivenUp, Moment, Owner
 from tests.reference import Task
 from tests.simulation.run import Simulation, run_config
@@ -49,6 +50,38 @@ def test_requests_that_one_runs_at_its_waits_are_not_run_again_after_it(owner: O
         request.future.result(30)
     assert sorted(ran) == [1, 2, 3]
     assert ran[-1] == 1
+
+
+def test_futures_of_other_threads_end_a_wait_and_requests_run_meanwhile(owner: Owner) -> None:
+    futures: list[Future[int]] = [Future(), Future(), Future()]
+    found: list[bool] = []
+
+    def wait() -> None:
+        found.append(owner.attend(30.0, calls=futures, number=2))
+        found.append(owner.attend(0.0, calls=futures))
+        found.append(owner.attend(0.0, calls=[]))
+
+    waiting = owner.submit(wait, Moment.FREE)
+    owner.call(lambda: None, Moment.ANY)
+    for number in (2, 0):
+        assert not found
+        futures[number].set_result(number)
+    waiting.future.result(30)
+    assert found == [True, False, True]
+
+
+def test_calls_of_processes_end_a_wait_and_requests_run_between_two_looks(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    def those_ended(calls: list[str], *_: object) -> list[str]:
+        return [call for call in calls if call in ended]
+
+    monkeypatch.setattr(runtime(), "wait", those_ended, raising=False)
+    waiting = owner.submit(lambda: owner.attend(30.0, calls=["a", "b"], number=1), Moment.FREE)
+    owner.call(lambda: ended.append("b"), Moment.ANY)
+    assert waiting.future.result(30) is True
 
 
 def test_what_needs_the_job_whole_waits_while_it_is_changed(owner: Owner) -> None:
