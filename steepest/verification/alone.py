@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from steepest.core.engine.generators import seed_everything
-from steepest.verification.probe import WatchedFunction
+from steepest.verification.probe import WatchedFunction, print_to
 
 
 class PlainScript:
@@ -14,6 +16,7 @@ class PlainScript:
 
     def run(self, watched: WatchedFunction, seed: int) -> str:
         """Run it; return the error with which it ended, or ""."""
+        print_to(Path(watched.folder) / "plain.txt")
         seed_everything(seed)
         try:
             watched()

@@ -307,6 +307,8 @@ def changed_variables(
             if own is None:
                 continue
             for name, value in step.variables.items():
+                if value.kind == "values" and step is not steps[0]:
+                    continue  # made in the steps that the successor has taken, such as a loss
                 before = own.variables.get(name)
                 if (
                     name in noisy

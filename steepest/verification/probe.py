@@ -115,7 +115,9 @@ class _Probe:
         self._batches = 0
         self._weight: float | None = None
         self._losses: list[float] = []
-        self._left_over = False
+        self._left_over: set[int] = (
+            set()
+        )  # ids of parameters with gradients before the first backward pass
         self._gathered: list[bytes] = []
         self._variables_then: dict[str, Variable] = {}
         self._lines_then: dict[str, str] = {}
@@ -124,7 +126,7 @@ class _Probe:
     def run(self) -> None:
         """Call the function; what it raises is raised."""
         if not self._is_plain:
-            _print_to(self._folder / f"worker-{self._rank}.txt")
+            print_to(self._folder / f"worker-{self._rank}.txt")
         error = ""
         _local.probe = self
         try:
@@ -365,8 +367,8 @@ class _Probe:
     def before_backward(self) -> None:
         """Note whether there are gradients already."""
         if not self._losses:
-            given = (p.grad for p in self._named.values() if p.grad is not None)
-            self._left_over = any(bool(each.count_nonzero()) for each in given)
+            given = ((p, p.grad) for p in self._named.values() if p.grad is not None)
+            self._left_over = {id(p) for p, gradient in given if bool(gradient.count_nonzero())}
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Note a loss whose backward pass has run."""
@@ -379,7 +381,10 @@ class _Probe:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._leave_if_over()
-        gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            name: p.grad for name, p in self._named.items() if id(p) in own and p.grad is not None
+        }
         self._step = StepRecord(
             step=self._done + 1,
             optimizer=next(
@@ -393,7 +398,7 @@ class _Probe:
             losses=self._losses,
             settings=self._settings(),
             gradients=self._summaries(gradients),
-            left_over=self._left_over,
+            left_over=bool(own & self._left_over),
             edited=self._after_backward is not None and self._after_backward != self._versions(),
             drew=self._generators != _digest_of_generators(),
             variables=self._variables_then,
@@ -414,8 +419,9 @@ class _Probe:
     def _after_step(self, *_: Any) -> None:
         step, self._step = self._step, None
         last = self._done if self._is_plain else calls.last_step()
-        if step is None or last is None:
-            return  # a step that was committed before, which this worker passes over
+        if step is None or last is None:  # it was committed before: this worker passes over it
+            self._begin_batches()
+            return
         step.step = self._done = last + 1
         step.weights = self._summaries(self._named)
         step.buffers = self._summaries(
@@ -604,7 +610,7 @@ def _digest_of_generators() -> bytes:
     )
 
 
-def _print_to(path: Path) -> None:
+def print_to(path: Path) -> None:
     """Have this process print to a file."""
     sys.stdout.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import shutil
 import tempfile
@@ -23,9 +24,8 @@ from steepest.verification.alone import PlainScript
 from steepest.verification.probe import WatchedFunction
 from steepest.verification.records import Run, read_lives
 
-#: Seconds that any step may take while nothing is known of the script; and the least later on.
-_FIRST_DEADLINE = 300.0
-_LEAST_DEADLINE = 20.0
+#: Seconds that any step may take, a start of a successor on a busy machine included; later more, where steps are long.
+_LEAST_DEADLINE = 120.0
 
 
 class _StoppedError(Exception):
@@ -63,7 +63,7 @@ class Runs:
     seed: int
     folder: Path
     tell: Callable[[str], object]
-    deadline: float = _FIRST_DEADLINE
+    deadline: float = _LEAST_DEADLINE
     _count: int = 0
 
     def learn(self, found: Run) -> None:
@@ -153,10 +153,14 @@ def runs_of(
     function: Callable[[], Any], steps: int, strategy: Any, seed: int, tell: Callable[[str], object]
 ) -> Iterator[Runs]:
     """Make runs in this context: their processes share one start, and what they have noted goes with them."""
+    log = logging.getLogger("steepest")
+    level = log.level
+    log.setLevel(logging.ERROR)  # deaths are meant here
     folder = Path(tempfile.mkdtemp(prefix="steepest-verify-"))
     holder = hold("steepest verify", "processes")
     try:
         yield Runs(function, steps, strategy, seed, folder, tell)
     finally:
         let_go(holder)
+        log.setLevel(level)
         shutil.rmtree(folder, ignore_errors=True)

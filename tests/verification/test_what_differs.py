@@ -184,6 +184,26 @@ def test_variables_that_no_two_runs_have_in_common_are_left_out(tmp_path: Path) 
     assert noisy_variables(*runs) == {"train:began"}
 
 
+def test_what_an_optimizer_steps_by_is_of_its_own_parameters(tmp_path: Path) -> None:
+    def train() -> None:
+        one, two = nn.Linear(4, 2), nn.Linear(4, 2)
+        first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, two))
+        loader = DataLoader(TensorDataset(X, Y), batch_size=24)
+        one, two, first, second, loader = steepest.prepare(one, two, first, second, loader)
+        for _ in steepest.epochs(1):
+            for x, y in loader:
+                for optimizer in (first, second):
+                    nn.functional.cross_entropy(one(x) + two(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    steps = run(tmp_path, [train]).steps_of(0)
+    names = [sorted({name[:2] for name in step.gradients}) for step in steps.values()]
+    assert names == [["0."], ["1."]] * 2
+    # the first one's gradients of the second one's backward pass are left in the next batch
+    assert [step.left_over for step in steps.values()] == [False, True, True, True]
+
+
 def noisy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     inner = nn.functional.dropout(x + torch.randn_like(x) + torch.randn(len(x), 1), 0.5)
     return cross_entropy(
