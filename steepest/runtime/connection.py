@@ -69,8 +69,7 @@ def connect(address: str) -> None:
         set_environment({MODE: mode})
         reload_token()
     try:
-        with _ended_unless_begun():
-            ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, logging_level=logging.WARNING)
     except ConnectionError as error:  # Ray says why on standard error only
         sent = (
             f"the token of {named[0] if named else 'the file .ray/auth_token in the home directory'}, "
@@ -124,15 +123,14 @@ def start_ray(
         if folders.variables:
             reload_token()
         try:
-            with _ended_unless_begun():
-                ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    logging_level=level,
-                    _temp_dir=folders.directory,
-                    _system_config=own,
-                )
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                logging_level=level,
+                _temp_dir=folders.directory,
+                _system_config=own,
+            )
         except BaseException as error:
             if template is not None:
                 template.end()
@@ -145,16 +143,6 @@ def start_ray(
     if template is not None:
         end_with_ray("worker_template", template.process)
     logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
-
-
-@contextlib.contextmanager
-def _ended_unless_begun() -> Iterator[None]:
-    """End what has started of Ray if a block raises: Ray would do so at exit, where another Ctrl-C breaks it off."""
-    try:
-        yield
-    except BaseException:
-        end_ray()
-        raise
 
 
 def _words(error: Exception) -> str:
