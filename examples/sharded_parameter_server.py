@@ -56,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     task = work_plainly if options.plain else work
     zeros = np.zeros(int(options.megabytes * 1e6 / 8))
-    with ParameterServer(
-        zeros, num_servers=options.servers
-    ) as server:  # starts Ray if it does not run
+    ray.init(ignore_reinit_error=True)  # else the servers are processes of this machine alone
+    with ParameterServer(zeros, num_servers=options.servers) as server:
         began = time.monotonic()
         running = [task.remote(server, options.rounds) for _ in range(options.workers)]
         seen, longest = None, 0.0

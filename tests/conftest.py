@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -11,13 +12,16 @@ import signal
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; Ray's processes inherit it
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from steepest.runtime.machine.runtime import MachineRuntime
 
 from tests.forked_workers import fork_workers
 from tests.hand_moved_clock import clock as clock
@@ -186,26 +190,31 @@ def ray_cluster() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Has a test that uses `anywhere` run simulated, and on Ray by `make test-full`.
+    """Has a test that uses `anywhere` run simulated, and on processes and on Ray by `make test-full`.
 
-    Those marked `real` run on Ray alone, by `make test-cluster`; those marked `also_real` there too.
+    Those marked `real` run on Ray alone, by `make test-cluster`; those marked `also_real` there on processes too.
     """
     if "anywhere" in metafunc.fixturenames:
         real = metafunc.definition.get_closest_marker("real") is not None
-        often = real or metafunc.definition.get_closest_marker("also_real") is not None
-        marks = [pytest.mark.ray, pytest.mark.long if often else pytest.mark.full]
-        worlds = [] if real else [pytest.param("simulated", marks=pytest.mark.long)]
-        metafunc.parametrize("anywhere", [*worlds, pytest.param("ray", marks=marks)], indirect=True)
+        often = metafunc.definition.get_closest_marker("also_real") is not None
+        stage = pytest.mark.long if often else pytest.mark.full
+        elsewhere = [
+            pytest.param("simulated", marks=pytest.mark.long),
+            pytest.param("processes", marks=stage),
+        ]
+        on_ray = [pytest.mark.ray, pytest.mark.long if real else pytest.mark.full]
+        worlds = [*([] if real else elsewhere), pytest.param("ray", marks=on_ray)]
+        metafunc.parametrize("anywhere", worlds, indirect=True)
 
 
 @pytest.fixture
 def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where a test of whole jobs runs: simulated, on virtual time, or on the tests' cluster.
+    """Where a test of whole jobs runs: simulated, on virtual time, on processes of this machine, or on the tests' Ray.
 
     It sends signals, and lets things happen later, by `tests/strikes.py`.
     """
-    if request.param == "ray":
-        request.getfixturevalue("ray_cluster")
+    if request.param != "simulated":
+        request.getfixturevalue("ray_cluster" if request.param == "ray" else "machine")
         yield
         return
     from steepest.core.models.torch import TorchModel
@@ -221,6 +230,42 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
     simulation = Simulation(1, cpus=(8,), switches=1_000_000)
     with pytest.MonkeyPatch.context() as patch, simulation.running():
         patch.setattr(TorchModel, "compute_gradients", in_some_time)
+        yield
+
+
+@pytest.fixture(scope="session")
+def machine_of_session() -> Iterator[MachineRuntime]:
+    """Processes of this machine; all tests have one template."""
+    from steepest.runtime.machine.runtime import MachineRuntime
+
+    made = MachineRuntime()
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def _on(machine: MachineRuntime) -> Iterator[None]:
+    """Have jobs of a block run on processes of this machine, also where a Ray of other tests runs."""
+    from steepest.runtime.job_runtime import using
+
+    with pytest.MonkeyPatch.context() as patch, using(machine):
+        patch.setattr(
+            "steepest.runtime.holders.chosen", lambda name: "processes" if name == "auto" else name
+        )
+        yield
+
+
+@pytest.fixture
+def machine(machine_of_session: MachineRuntime) -> Iterator[MachineRuntime]:
+    """The test's jobs run on processes of this machine."""
+    with _on(machine_of_session):
+        yield machine_of_session
+
+
+@pytest.fixture(scope="module")
+def machine_of_module(machine_of_session: MachineRuntime) -> Iterator[None]:
+    """All jobs of the module's tests from here on do."""
+    with _on(machine_of_session):
         yield
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
-import ray
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -27,12 +27,12 @@ def imported(*names: str) -> Iterator[dict[str, Any]]:
         before = set(sys.modules)
         found = {name: importlib.import_module(name) for name in names}
         for module in found.values():
-            ray.cloudpickle.register_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
         try:
             yield found
         finally:
             for module in found.values():
-                ray.cloudpickle.unregister_pickle_by_value(module)
+                cloudpickle.unregister_pickle_by_value(module)
             for name in set(sys.modules) - before:
                 if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
                     del sys.modules[name]

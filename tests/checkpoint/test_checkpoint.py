@@ -243,14 +243,12 @@ def test_the_owner_says_what_does_not_fit() -> None:
             other.check(content())
 
 
-# -- over Ray -------------------------------------------------------------------------------------------
-
-ray = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+# -- over processes -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def trained(
-    ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+    machine_of_module: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[DistributedSGD, Path, Any]]:
     """A trainer after 50 steps, its checkpoint after 30, and its weights."""
     path = tmp_path_factory.mktemp("trained")
@@ -261,9 +259,7 @@ def trained(
         yield sgd, path, sgd.weights()
 
 
-class TestOverRay:
-    pytestmark = ray
-
+class TestOverProcesses:
     def test_training_continues_where_it_was_saved(self, trained: Any) -> None:
         sgd, path, weights = trained
         uninterrupted = InProcessCluster(TIED.creator(), num_workers=2, strategy=ps(2), seed=3)

@@ -106,9 +106,8 @@ def test_a_directory_that_cannot_be_used_is_said_to_be(
     DirectoryLock(None).release()
 
 
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a_trainer_holds_its_directory_until_it_is_shut_down(tmp_path: Path) -> None:
     def trainer() -> DistributedSGD:
         return DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))

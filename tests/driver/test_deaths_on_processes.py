@@ -18,7 +18,7 @@ from steepest.core.engine.extension import Extension
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.runtime.machine.runtime import MachineRuntime
 from tests.core import models
-from tests.jobs_on_processes import CONFIG, machine, machine_of_module, trained  # noqa: F401 - fixtures
+from tests.jobs_on_processes import CONFIG, trained
 from tests.reference import same_bits
 from tests.step_callbacks import After
 
@@ -51,7 +51,7 @@ def test_each_sample_is_part_of_the_weights_once_when_a_worker_is_killed(
     assert torch.isclose(found[:, None], allowed, rtol=0, atol=1e-12).any(1).all(), found
 
 
-def test_a_job_whose_template_is_killed_goes_on_with_another(machine: MachineRuntime) -> None:  # noqa: F811
+def test_a_job_whose_template_is_killed_goes_on_with_another(machine: MachineRuntime) -> None:
     """A program that kills processes by their command line hits the template, with which all forks die."""
 
     def kill() -> None:
@@ -81,7 +81,7 @@ def test_of_a_job_that_ends_or_does_not_begin_nothing_is_left(
     creator: Any,
     error: type[Exception] | None,
     words: str,
-    machine: MachineRuntime,  # noqa: F811
+    machine: MachineRuntime,
 ) -> None:
     trained(models.classifier, 2, epochs=1)  # what stays for later jobs
     before = left()

@@ -19,8 +19,7 @@ from steepest import DistributedSGD, RunConfig, TorchModel
 from steepest.config.run import RUNTIMES
 from steepest.errors import ConfigurationError
 from steepest.runtime.holders import hold
-from steepest.runtime.job_runtime import chosen, using
-from steepest.runtime.machine.runtime import MachineRuntime
+from steepest.runtime.job_runtime import chosen
 from steepest.testing import linear_model_creator
 from tests.processes import until
 from tests.reference import Task, difference
@@ -28,15 +27,7 @@ from tests.reference import Task, difference
 TASK = Task()
 STEPS = 8
 CONFIG = RunConfig(runtime="processes")  # also where a Ray of other tests runs
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_runtime() -> Any:
-    """One template for all tests here; the runtime of others is that of this process again afterwards."""
-    machine = MachineRuntime()
-    with using(machine):
-        yield
-    machine.close()
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 @pytest.mark.parametrize(

@@ -287,8 +287,7 @@ def test_what_is_no_number_of_batches_is_refused(accumulate: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_training_on_ray_and_going_on_with_other_numbers_of_workers_and_batches(
     tmp_path: Path,
 ) -> None:

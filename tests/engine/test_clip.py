@@ -357,8 +357,7 @@ def test_a_norm_that_will_not_be_known_is_refused() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     "strategy",
     [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)],

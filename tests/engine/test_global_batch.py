@@ -252,8 +252,7 @@ def test_a_range_ends_where_there_are_no_samples_for_more_workers(
     assert JobConfig().most_of(64) == 64
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a_job_grows_no_further_than_there_are_samples() -> None:
     with DistributedSGD(Task().creator(), num_workers=(1, 8), global_batch_size=2) as trainer:
         assert trainer.num_workers == 2
@@ -271,8 +270,7 @@ def test_faults_are_counted_by_batches() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_every_size_takes_the_same_global_batches_in_the_same_order(
     strategy: str, tmp_path: Path
@@ -310,9 +308,8 @@ def test_every_size_takes_the_same_global_batches_in_the_same_order(
         assert difference(trainer.weights(), serially(task, 12, 10)) < 1e-12
 
 
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a_death_changes_nothing_of_what_is_learned() -> None:
     task = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(2000), batch_size=1)
     strategy = AllreduceStrategy(replication=2, chunk_bytes=64)

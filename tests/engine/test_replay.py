@@ -116,8 +116,7 @@ def broken(worker: int, device: int) -> nn.Module:
     raise RuntimeError("no such model")
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster", "threads")
+@pytest.mark.usefixtures("machine", "threads")
 def test_the_log_of_processes_tells_their_threads() -> None:
     torch.set_num_threads(1)
     with DistributedSGD(

@@ -22,7 +22,7 @@ from steepest.errors import DataPlaneError
 from steepest.testing import InProcessCluster, replay
 from tests.core.models import struck
 from tests.gpu import models
-from tests.jobs_on_processes import CONFIG, machine, machine_of_module  # noqa: F401 - fixtures
+from tests.jobs_on_processes import CONFIG
 from tests.reference import Weights, difference, same_bits
 
 needs_gpu = pytest.mark.skipif(

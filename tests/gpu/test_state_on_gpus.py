@@ -25,7 +25,6 @@ from tests import own_loops
 from tests.core.models import struck
 from tests.gpu import models, strict_device
 from tests.group_members import weights
-from tests.jobs_on_processes import machine, machine_of_module  # noqa: F401 - fixtures
 from tests.jobs_on_processes import trained as trained_on_processes
 from tests.modes import Moody, check, make, trained
 from tests.own_loop_runs import Kills

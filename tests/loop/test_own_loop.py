@@ -883,8 +883,7 @@ def test_a_function_that_cannot_be_sent_is_called_what_it_is(
         run(Script(plain), 2)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a_script_runs_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its loop stands at top level, it reads its arguments, and alone it gives the same."""
     path, found = Path(__file__).parent / "own_loop_script.py", tmp_path / "weights"
@@ -895,8 +894,7 @@ def test_a_script_runs_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert difference(torch.load(found), expected) < 1e-12
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_on_ray_too() -> None:
     found = steepest.run(replace(SCHEDULED, loop=meeting), num_workers=2, progress=False)
     assert difference(found.state_dict, SCHEDULED.alone(2)) < 1e-12

@@ -9,7 +9,6 @@ import os
 import pickle
 import select
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,22 +18,12 @@ import torch
 from steepest import DistributedSGD, ParameterServer
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.parameter_server.on_machine import MachineServers, _Board
-from steepest.runtime.job_runtime import using
-from steepest.runtime.machine.runtime import MachineRuntime
 from tests.processes import until
 from tests.reference import Task
 
 SECONDS = 60.0
 SIZE = 300_000  # three chunks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_runtime() -> Iterator[None]:
-    """One template for all tests here."""
-    machine = MachineRuntime()
-    with using(machine):
-        yield
-    machine.close()
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 def pids(server: ParameterServer) -> list[int]:

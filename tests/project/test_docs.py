@@ -47,65 +47,59 @@ def address(ray_cluster: None) -> str:
     return found
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("number", "said"),
-    [
-        (0, "{'loss': "),
-        pytest.param(2, "EvaluationResult(loss=", marks=pytest.mark.long),
-        (3, "20.0 20.0"),
-    ],
+    [(0, "{'loss': "), pytest.param(2, "EvaluationResult(loss=", marks=pytest.mark.long)],
 )
 def test_the_examples_of_readme_and_guide_run_as_they_stand(
-    tmp_path: Path, address: str, number: int, said: str
+    tmp_path: Path, number: int, said: str
 ) -> None:
     pytest.importorskip(
         "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
     )
     blocks = [*blocks_of("README.md"), *blocks_of("docs/guide.md")]
     assert len(blocks) == 4
-    assert said in run_block(blocks[number], tmp_path, address)
+    assert said in run_block(blocks[number], tmp_path)
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 2)
 
 
-@pytest.mark.long
 @pytest.mark.ray
-def test_the_example_of_a_loop_of_ones_own_runs_as_it_stands(tmp_path: Path, address: str) -> None:
-    assert "['0.bias', " in run_block(blocks_of("docs/own_loop.md")[0], tmp_path, address)
+def test_the_example_of_a_parameter_server_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    *_, block = blocks_of("docs/guide.md")
+    assert "20.0 20.0" in run_block(block, tmp_path, address)
+
+
+@pytest.mark.long
+def test_the_example_of_a_loop_of_ones_own_runs_as_it_stands(tmp_path: Path) -> None:
+    assert "['0.bias', " in run_block(blocks_of("docs/own_loop.md")[0], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.ray
-def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
-    tmp_path: Path, address: str
-) -> None:
+def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path) -> None:
     (block,) = blocks_of("docs/collectives.md")
-    assert "after: 0.000" in run_block(block, tmp_path, address)
+    assert "after: 0.000" in run_block(block, tmp_path)
 
 
 @pytest.mark.long
+def test_the_example_of_training_data_runs_as_it_stands(tmp_path: Path) -> None:
+    said = run_block(blocks_of("docs/data.md")[0], tmp_path)
+    assert "epochs: 4 steps: 120 loss: 0.000" in said
+
+
+@pytest.mark.full  # Ray Data takes its time
+@pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (0, "epochs: 4 steps: 120 loss: 0.000"),
-        pytest.param(1, "rows: 400", marks=pytest.mark.full),  # Ray Data takes its time
-    ],
-)
-def test_the_examples_of_training_data_run_as_they_stand(
-    tmp_path: Path, address: str, number: int, said: str
-) -> None:
-    assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
+def test_the_example_of_a_ray_dataset_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    assert "rows: 400" in run_block(blocks_of("docs/data.md")[1], tmp_path, address)
 
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.ray
-def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     block, *_ = blocks_of("docs/control.md")
-    assert "best: True" in run_block(block, tmp_path, address)
+    assert "best: True" in run_block(block, tmp_path)
 
 
 def test_the_example_of_scripted_faults_runs_as_it_stands(
@@ -117,10 +111,9 @@ def test_the_example_of_scripted_faults_runs_as_it_stands(
 
 
 @pytest.mark.full
-@pytest.mark.ray
 @pytest.mark.long
-def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path, address: str) -> None:
-    assert "'right': 1.0" in run_block(blocks_of("docs/embedding.md")[0], tmp_path, address)
+def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path) -> None:
+    assert "'right': 1.0" in run_block(blocks_of("docs/embedding.md")[0], tmp_path)
 
 
 def test_the_example_of_tables_in_one_process_runs_as_it_stands(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import ray
@@ -32,10 +33,12 @@ def examples() -> Iterator[dict[str, Any]]:
         patch.syspath_prepend(str(EXAMPLES))
         found = {name: importlib.import_module(name) for name in NAMES}
         for module in found.values():
-            ray.cloudpickle.register_pickle_by_value(module)
+            for by in (cloudpickle, ray.cloudpickle):
+                by.register_pickle_by_value(module)
         yield found
         for name, module in found.items():
-            ray.cloudpickle.unregister_pickle_by_value(module)
+            for by in (cloudpickle, ray.cloudpickle):
+                by.unregister_pickle_by_value(module)
             del sys.modules[name]
 
 
@@ -61,8 +64,7 @@ def check_report(printed: str, source: str, iterations: int, last: float) -> int
 
 @pytest.mark.few(1)
 @needs_mnist
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("mode", "updates", "stalest"), [("sync", 100, 0), ("async", 200, 199)])
 def test_mnist_is_learned(
     examples: dict[str, Any],
@@ -79,8 +81,7 @@ def test_mnist_is_learned(
 
 
 @pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_small_digits_stand_in_for_mnist(
     examples: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
-import ray
 
 from steepest.config.run import data_directory
 from tests.example_modules import imported
@@ -25,9 +25,9 @@ def example(request: pytest.FixtureRequest) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         module = importlib.import_module(request.param)
-        ray.cloudpickle.register_pickle_by_value(module)
+        cloudpickle.register_pickle_by_value(module)
         yield module
-        ray.cloudpickle.unregister_pickle_by_value(module)
+        cloudpickle.unregister_pickle_by_value(module)
         del sys.modules[request.param]
 
 
@@ -38,8 +38,7 @@ def test_alone_it_learns(example: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.few(1)
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_on_two_workers_it_learns(example: Any) -> None:
     assert example.main(["--workers", "2"]) > 0.9
 

@@ -47,8 +47,7 @@ def test_a9a_comes_near_its_optimum(examples: dict[str, Any]) -> None:
 
 @needs_a9a
 @pytest.mark.full
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a9a_comes_to_its_optimum(examples: dict[str, Any]) -> None:
     above = examples["a9a_logistic_regression"].main([])
     assert 0 < above < 1e-6
@@ -147,8 +146,7 @@ def test_a_gan_finds_clusters(examples: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a_gan_finds_all_clusters(examples: dict[str, Any]) -> None:
     clusters, share = examples["gan"].main([])
     assert clusters == 8

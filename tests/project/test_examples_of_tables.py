@@ -67,8 +67,7 @@ def test_tumours_stand_in_for_adult(
 @pytest.mark.full
 @needs_adult
 @pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -122,8 +121,7 @@ def test_sparse_gradients_take_the_steps_of_dense_ones(
 @pytest.mark.full
 @needs_a9a
 @pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("strategy", "most"), [("ps", 1e-4), ("async", 1e-3)])
 def test_sparse_gradients_come_to_the_optimum(
     examples: dict[str, Any], strategy: str, most: float

@@ -42,8 +42,7 @@ def table_losses(text: Any) -> tuple[float, float]:
 @pytest.mark.full
 @needs_shakespeare
 @pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_the_transformer_soon_knows_more_than_how_frequent_characters_are(
     examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,8 +62,7 @@ def test_the_transformer_soon_knows_more_than_how_frequent_characters_are(
 
 @needs_shakespeare
 @pytest.mark.full
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_the_transformer_comes_as_far_as_it_says(examples: dict[str, Any]) -> None:
     signal.alarm(900)  # instead of the usual deadline: 2,000 iterations take over a minute
     example = examples["character_transformer"]

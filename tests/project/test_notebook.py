@@ -24,9 +24,8 @@ def test_the_notebook_holds_no_results_and_its_cells_are_python() -> None:
         compile(cell, f"cell {number}", "exec")
 
 
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_its_cells_train_watch_and_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.setattr("steepest.observe.page.server.chart_script", lambda: "var Plotly = {};")

@@ -19,7 +19,7 @@ from steepest.process_groups.torch_groups import TorchGroups
 from steepest.testing import replay
 from tests.core import models
 from tests.group_members import SECONDS, Member, added, group, weights
-from tests.jobs_on_processes import CONFIG, machine, machine_of_module, trained  # noqa: F401 - fixtures
+from tests.jobs_on_processes import CONFIG, trained
 from tests.living import pids
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.standing_in_for_nccl import StandInGroups
@@ -115,9 +115,8 @@ def test_a_worker_that_hangs_is_replaced_and_changes_no_bit() -> None:
     assert same_bits(found, weights(3))
 
 
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_on_ray_the_log_explains_the_weights_after_a_death_and_a_change_of_size() -> None:
     task = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
     strategy = AllreduceStrategy(data_plane="gloo", chunk_bytes=64)

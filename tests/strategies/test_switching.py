@@ -55,8 +55,7 @@ def pids(trainer: DistributedSGD) -> list[int]:
     return trainer.foreach_worker(lambda view: view.pid)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("workers", "path"),
     [

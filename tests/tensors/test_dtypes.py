@@ -212,8 +212,7 @@ TASK = Task(Rotating, sgd(lr=0.01), samples(24, 4, 2, torch.float32))
 
 
 @pytest.mark.few(1)
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_job_keeps_them_through_everything(tmp_path: Path, workers: int) -> None:
     initial = Rotating().state_dict()

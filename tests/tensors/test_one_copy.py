@@ -111,10 +111,9 @@ def create(worker_index: int, device_index: int) -> TorchModel:
     )
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("servers", [1, 2])
 def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
-    ray_cluster: None, servers: int
+    machine: None, servers: int
 ) -> None:
     strategy = ParameterServerStrategy(num_servers=servers)
 
@@ -145,8 +144,7 @@ def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
 
 
 @pytest.mark.long
-@pytest.mark.ray
-def test_what_a_step_that_failed_has_written_is_forgotten(ray_cluster: None) -> None:
+def test_what_a_step_that_failed_has_written_is_forgotten(machine: None) -> None:
     """Or it would hide what is put, and every commit that follows."""
 
     def put_weights(view: Any) -> None:
@@ -219,9 +217,8 @@ def stamped(worker_index: int, device_index: int) -> TorchModel:
 
 
 @pytest.mark.few(1)
-@pytest.mark.ray
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
-def test_no_worker_sees_torn_weights(ray_cluster: None, workers: int, servers: int) -> None:
+def test_no_worker_sees_torn_weights(machine: None, workers: int, servers: int) -> None:
     """10 MB whose elements all equal the version; every forward pass looks at each of them as it begins early."""
     with DistributedSGD(
         stamped, num_workers=workers, strategy=ParameterServerStrategy(num_servers=servers)

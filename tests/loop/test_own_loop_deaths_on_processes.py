@@ -1,4 +1,4 @@
-"""A worker's process that is killed in a loop of a user's own, on Ray."""
+"""A worker's process that is killed in a loop of a user's own."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def dying(mark: Path, parts: Parts, epochs: int) -> None:
         steepest.report(loss=loss)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_a_worker_that_is_killed_changes_nothing(tmp_path: Path) -> None:
     """The weights have the bits of a run in which nobody dies, here a simulated one, and are those of one process."""
     script = replace(SCRIPT, loop=partial(dying, tmp_path / "died"))

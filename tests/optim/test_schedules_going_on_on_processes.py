@@ -15,7 +15,7 @@ from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, LocalStra
 from steepest.core.protocol.commit_state import SCHEDULE_EVERY
 from tests.reference import Task, samples
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("machine_of_module")
 COUNT = "STEEPEST_TEST_SCHEDULED"
 
 
@@ -71,7 +71,7 @@ def more(trainer: DistributedSGD, before: list[int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def saved(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(machine_of_module: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("schedule") / "checkpoint"
     with DistributedSGD(TASK.creator(), num_workers=2, strategy="ps") as trainer:
         trainer.fit(steps=250, progress=False)

@@ -14,7 +14,7 @@ from steepest.errors import DeadlineError, ModelRaisedError
 from steepest.testing import Fault, InProcessCluster, Moment, replay, with_faults
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("machine")]
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
 

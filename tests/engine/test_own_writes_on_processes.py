@@ -17,7 +17,7 @@ from steepest.testing import InProcessCluster
 from tests.engine.own_writes import Momentum, Writer, trained
 from tests.reference import same_bits
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.usefixtures("machine")
 WIDE = 3000  # so that weights are in shared memory
 
 
@@ -70,7 +70,7 @@ class Look(Callback):
 
 
 @pytest.mark.long
-def test_a_momentum_encoder_trains_as_in_one_process(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_momentum_encoder_trains_as_in_one_process(machine: None, tmp_path: Path) -> None:
     strategy = ParameterServerStrategy(num_servers=1)
     look = Look()
     with DistributedSGD(creator(momentum), num_workers=2, strategy=strategy) as sgd:
@@ -131,7 +131,7 @@ class Wide(Writer):
 @pytest.mark.parametrize(
     "how", ["data", *(pytest.param(how, marks=pytest.mark.long) for how in ("clamp", "storage"))]
 )
-def test_writing_to_shared_weights_is_refused_at_any_step(ray_cluster: None, how: str) -> None:
+def test_writing_to_shared_weights_is_refused_at_any_step(machine: None, how: str) -> None:
     def write(view: Any) -> None:
         view.models[0].module.writes = view.index == 1
 

@@ -22,7 +22,7 @@ from steepest import (
 from steepest.testing import Fault, InProcessCluster, Moment, with_faults
 from tests.reference import Task, Weights, same_bits, samples
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("machine")]
 
 SAMPLES, BATCH, WORKERS = 64, 2, 2
 EPOCH = SAMPLES // (BATCH * WORKERS)  # steps

@@ -19,7 +19,7 @@ from steepest.core.models.torch import TorchModel
 from steepest.errors import ModelRaisedError, PeerLostError
 from steepest.testing import linear_model_creator
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("machine")
 CREATOR = linear_model_creator(
     samples=48, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
 )

@@ -28,7 +28,7 @@ from tests.living import pids
 from tests.reference import difference, same_bits
 from tests.step_callbacks import Watch
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("machine")
 IDS = torch.arange(24).reshape(12, 2) % 17 * 2**50
 TARGETS = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
 TWO_SERVERS = ParameterServerStrategy(num_servers=2)

@@ -1,4 +1,4 @@
-"""Loops of users' own whose workers add up gradients over Gloo's sockets, on Ray, where workers are killed."""
+"""Loops of users' own whose workers add up gradients over Gloo's sockets, where workers are killed."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ GLOO = AllreduceStrategy(data_plane="gloo", chunk_bytes=64)
 
 
 @pytest.mark.few(1)
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_killed_worker_changes_nothing(workers: int, sharded: bool, tmp_path: Path) -> None:
@@ -67,9 +66,8 @@ def test_a_killed_worker_changes_nothing(workers: int, sharded: bool, tmp_path: 
 
 
 @pytest.mark.few(1)
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_is_resized_struck_interrupted_and_goes_on_from_its_checkpoint(
     sharded: bool, tmp_path: Path
