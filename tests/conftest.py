@@ -213,9 +213,15 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
 
     It sends signals, and lets things happen later, by `tests/strikes.py`.
     """
-    if request.param != "simulated":
-        request.getfixturevalue("ray_cluster" if request.param == "ray" else "machine")
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
         yield
+        return
+    if request.param == "processes":
+        machine = request.getfixturevalue("machine")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine, "total", lambda: {"CPU": 8.0})  # as many as the others have
+            yield
         return
     from steepest.core.models.torch import TorchModel
     from tests.simulation.run import Simulation, pause
