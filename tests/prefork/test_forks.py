@@ -70,8 +70,8 @@ def look_at(program: subprocess.Popen[bytes], killed: bool) -> None:
     assert {each for _, each, *_ in workers} == {parent}
     first, second = (drawn for _, _, drawn, _ in workers)
     assert not set(first) & set(second)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert {nice for *_, nice in workers} == {min(own + 15, 19)}  # Ray's for workers
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {nice for *_, nice in workers} == {min(priority + 15, 19)}  # Ray's for workers
     processes = [os.pidfd_open(pid) for pid in (*pids, *own)]
     if killed:
         program.send_signal(signal.SIGKILL)
