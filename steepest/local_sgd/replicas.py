@@ -163,8 +163,8 @@ class LocalReplicas(Replicas):
 
     @property
     def said(self) -> dict[str, Any]:
-        """Nothing: what models say of their updates is for the worker's own optimizer."""
-        return {"hyper": None, "clip": None, "digest": None}
+        """What models say but for what is for the worker's own optimizer."""
+        return {**super().said, "hyper": None, "clip": None, "digest": None}
 
     def require_norm(self) -> None:
         """Check nothing: each worker clips its own updates."""

@@ -75,7 +75,6 @@ class LoopSteps:
         changed: right behind a step, by parameter group: what differs from the optimizer as `prepare` was given it.
         lacks_batches: whether the loop was entered where others may have taken batches of their next step.
         clips: by optimizer, that of its next step.
-        overflowed: whether a scaler wants the step in progress left out.
         is_left_out: whether that step's update was left out.
         last: the number of the job's step that the last call was, from 0; None where it was passed over.
         stepping: ids of the parameters of the optimizer that steps, or stepped last.
@@ -105,7 +104,7 @@ class LoopSteps:
         self.changed: list[dict[str, Any]] | None = None
         self.lacks_batches = False
         self.clips: dict[int, float] = {}
-        self.overflowed = self.is_left_out = False
+        self.is_left_out = False
         self.last: int | None = None
         self.stepping: set[int] = set()
         self._has_trained = False  # whether this worker had a gradient in a step
@@ -375,11 +374,13 @@ class LoopSteps:
         Returns:
             What it returns, and whether the update was left out: then one worker had such gradients.
         """
-        self.overflowed, self.is_left_out = overflowed, False
+        assert self._loop.prepared is not None
+        model = self._loop.prepared.model
+        model.overflowed, self.is_left_out = overflowed, False
         try:
             return step(), self.is_left_out
         finally:
-            self.overflowed = False  # the next step may be under no scaler
+            model.overflowed = False  # the next step may be under no scaler
 
     def are_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's step is made of all workers' gradients."""

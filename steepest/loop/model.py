@@ -72,12 +72,13 @@ class LoopModel(TorchModel):
         data: of which each share is a batch of the loop's, or one of its steps.
 
     Attributes:
-        hyper, clip_step, take_back, digest: see `steepest.core.models.protocol`.
+        hyper, clip_step, overflowed, take_back, digest: see `steepest.core.models.protocol`.
     """
 
     digest: StepDigest | None = None
     hyper: list[dict[str, Any]] | None = None
     clip_step: float | None = None
+    overflowed: bool = False
 
     take_back: Callable[[], None] | None = None
     session: Session  # of the worker, which sets it once the function has come to `prepare`
@@ -108,7 +109,7 @@ class LoopModel(TorchModel):
                 table_shards=table_shards,
                 buffers=buffers,
             )
-        self._writes = LoopWrites()
+        self._writes = LoopWrites(loop.unseen)
         given = {id(self._parameters[name]) for name in self.optimizer_spec.trainable()}
         self._places = ParameterPlaces(module, given)
         self._overlap = Overlap()
@@ -289,11 +290,6 @@ class LoopModel(TorchModel):
     def sums_samples(self) -> bool:
         """Whether the loop's losses, and so its updates, are sums over samples."""
         return self.loop.sums
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether a scaler of the loop found NaN or infinity in the last step's gradient."""
-        return self.loop.steps.overflowed
 
     def left_out(self) -> None:
         """Have the loop's scaler know that the last step made no update."""

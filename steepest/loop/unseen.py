@@ -29,7 +29,10 @@ class Unseen:
     Attributes:
         watches: whether it is noted.
         happened: whether it has been read while it was noted.
+        look: called with each tensor of which it is read, before that; None for nothing.
     """
+
+    look: Callable[[Any], None] | None = None
 
     def __init__(self) -> None:
         self.watches = self.happened = False
@@ -75,8 +78,10 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*arguments: Any, **named: Any) -> Any:
         unseen: Unseen | None = getattr(_local, "unseen", None)
-        if unseen is not None and unseen.watches:
-            unseen.happened = True
+        if unseen is not None:
+            unseen.happened |= unseen.watches
+            if unseen.look is not None and arguments:
+                unseen.look(arguments[0])
         return function(*arguments, **named)
 
     return noting

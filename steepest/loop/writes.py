@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from steepest.core.models.write_check import WriteCheck
 from steepest.core.tensors.shared_memory import forget_writes
+from steepest.loop.unseen import Unseen
 
-_FIRST_TURNS = 8
+_FIRST_TURNS, _FIRST_READS = 8, 16
+_address_of = torch._C.TensorBase.data_ptr  # a loop's own reading of addresses is watched
 _ROUNDINGS = 64  # by which a value that was changed and changed back may differ, relative to its tensor's largest
 
 #: All weights, a copy of them where they are compared, and the versions of parameters, before a turn.
@@ -18,12 +22,17 @@ class LoopWrites(WriteCheck):
     """A check around each turn of a user's loop, which may write to trained parameters if it undoes that before a step.
 
     Sharpness-aware minimisation does so. What it leaves of roundings is undone. Weights are compared with a copy in the
-    first turns, in which a loop that writes is found out, and from the first turn on in which it did.
+    first turns, in which a loop that writes is found out, and from the first turn on in which it did. They are also
+    where the loop reads what lets it write without that being counted (`.data`, say): the first times, and then now and
+    then, since one that averages weights reads it in each turn.
     A turn is between `begin` and `end`, not in a context: one is entered in each step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unseen: Unseen) -> None:
         super().__init__()
+        self._unseen = unseen
+        self._read: torch.Tensor | None = None  # a copy of the weights from before that was read
+        self._reads = 0  # turns in which it was
         self._turns = 0
         self._writes = False  # whether a trained parameter was ever written to, or is to be
 
@@ -40,6 +49,7 @@ class LoopWrites(WriteCheck):
         """Begin a turn; return what parameters are before it."""
         values = self._values
         before = values.clone() if self.compares else None
+        self._unseen.look = self._look if before is None else None
         self._passes += 1
         self._turns += 1
         return values, before, [parameter._version for parameter in self._parameters]
@@ -50,6 +60,9 @@ class LoopWrites(WriteCheck):
         Return the name of the first that was not what it was, or None.
         """
         values, before, versions = begun
+        if self._unseen.look is None and before is None:
+            before, self._read = self._read, None
+        self._unseen.look = None
         before = before if values is self._values else None  # other weights have come meanwhile
         found = self._find(versions, before)
         if found is not None:
@@ -61,6 +74,17 @@ class LoopWrites(WriteCheck):
                 self._values.copy_(before)
                 forget_writes(self._values)
         return found
+
+    def _look(self, tensor: Any) -> None:
+        """Keep the weights if a tensor that is read lies in them."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        if not 0 <= _address_of(tensor) - _address_of(self._values) < self._values.nbytes:
+            return
+        self._unseen.look = None
+        self._reads += 1
+        if self._reads <= _FIRST_READS or self._reads & (self._reads - 1) == 0:
+            self._read = self._values.clone()
 
     def _left(self, before: torch.Tensor) -> str | None:
         """Return the name of the first parameter that differs by more than roundings, or None."""

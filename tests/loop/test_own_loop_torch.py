@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
+from steepest.errors import ModelError
 from tests.own_loop_runs import run, without
 from tests.own_loops import Parts, Script, plain
 from tests.reference import difference, perceptron, samples, sgd
@@ -362,4 +363,62 @@ def test_gradients_that_each_worker_changes_by_itself_are_told(edit: Any, any_st
 @pytest.mark.parametrize("edit", [halved, left_alone])
 def test_a_constant_factor_is_told_of_nobody(edit: Any) -> None:
     script = editing(edit, False)
+    assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
+
+
+WIDE = 5000  # a model of more than is compared after each turn
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, WIDE), nn.Tanh(), nn.Linear(WIDE, 2)).double()
+
+
+def through_data(weight: nn.Parameter) -> None:
+    weight.data.zero_()
+
+
+def through_numpy(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[:] = 0.0
+
+
+def writing_late(write: Any, rank: int) -> Script:
+    """A script of which one worker writes to a trained parameter, uncounted and once, long after the first steps."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for number, (x, y) in enumerate(parts.loader):
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+                if number == 10 and steepest.rank() == rank:
+                    write(parts.model[2].weight)
+
+    return Script(loop, model=wide, optimizer=sgd(lr=1e-4), data=samples(64), epochs=1)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("write", [through_data, through_numpy])
+def test_an_uncounted_write_behind_a_late_step_is_found(
+    write: Any, rank: int, strategy: str
+) -> None:
+    with pytest.raises(ModelError, match="written to the trained parameter '2.weight'"):
+        run(writing_late(write, rank), 2, strategy)
+
+
+def averaging(parts: Parts, epochs: int) -> None:
+    """Reads weights uncounted behind each step, as those do that average them."""
+    average = {name: each.data.clone() for name, each in parts.model.named_parameters()}
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+            for name, each in parts.model.named_parameters():
+                average[name].mul_(0.9).add_(each.data, alpha=0.1)
+
+
+def test_reading_weights_uncounted_is_no_write() -> None:
+    script = Script(averaging, model=wide, optimizer=sgd(lr=1e-4), data=samples(96), epochs=1)
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12

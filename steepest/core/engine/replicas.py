@@ -350,17 +350,14 @@ class Replicas:
             "hyper": None if able.hyper is None else able.hyper.hyper,
             "clip": None if able.clipping is None else able.clipping.clip_step,
             "digest": None if able.digest is None else able.digest.digest,
+            # whether the update is to be left out
+            "overflowed": able.overflow is not None and able.overflow.overflowed,
         }
 
     def require_norm(self) -> None:
         """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""
         if self.leased and self._pushes > 1 and (greatest := self.clip) is not None:
             raise ConfigurationError(NO_NORM.format(f"a model with clip_step={greatest}"))
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether a model says of the last gradient that its update is to be left out, see `Model`."""
-        return self._able.overflow is not None and self._able.overflow.overflowed
 
     @property
     def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:

@@ -623,7 +623,7 @@ class Worker:
             clip=said["clip"],
             digest=said["digest"],
             notes=self._replicas.notes,
-            overflowed=self._replicas.overflowed,
+            overflowed=said["overflowed"],
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:
