@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +18,9 @@ import pytest
 import torch
 
 import steepest
-from steepest import DistributedSGD, RunConfig, TorchModel
+from steepest import DistributedSGD, ResourceConfig, RunConfig, TorchModel
 from steepest.config.run import RUNTIMES
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, ResourcesError
 from steepest.runtime.holders import hold
 from steepest.runtime.job_runtime import chosen
 from steepest.testing import linear_model_creator
@@ -143,6 +146,44 @@ def test_a_program_that_holds_a_job_has_its_next_ones_beside_it(
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         with DistributedSGD(TASK.creator(), 1) as other:
             assert other.step().step == 1
+
+
+def test_its_page_and_its_timeline_know_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steepest.observe.page.server.chart_script", lambda: "var Plotly = {};")
+    trace = tmp_path / "trace.json"
+    with DistributedSGD(TASK.creator(), 2, run_config=CONFIG) as trainer:
+        with trainer.timeline(trace):
+            trainer.fit(steps=STEPS, progress=False)
+        place, _, token = trainer.page().url.partition("#token=")
+        asked = urllib.request.Request(f"{place}data", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            shown = json.load(answer)
+        pids = {each.name: each.pid for each in trainer.processes()}
+    assert shown["curves"]["step"] == list(range(1, STEPS + 1))
+    assert {each["name"] for each in shown["processes"]} >= set(pids)
+    names = [e["args"]["name"] for e in events_of(trace) if e["name"] == "process_name"]
+    for name, pid in pids.items():
+        assert f"{name} on 127.0.0.1 (pid {pid})" in names
+
+
+def events_of(trace: Path) -> list[dict[str, Any]]:
+    found = json.loads(trace.read_text())
+    return list(found["traceEvents"] if isinstance(found, dict) else found)
+
+
+def test_more_workers_than_cores_share_them_and_what_cannot_be_is_refused() -> None:
+    cores = len(os.sched_getaffinity(0))
+    with DistributedSGD(TASK.creator(), 1, run_config=CONFIG) as trainer:
+        trainer.fit(steps=3, progress=False)
+        trainer.resize(cores + 1)
+        assert trainer.step().samples == 2 * (cores + 1)
+    with pytest.raises(ResourcesError, match="all that this machine has is .* with gpu=False"):
+        DistributedSGD(TASK.creator(), 2, gpu=True, run_config=CONFIG)
+    apart = RunConfig(runtime="processes", resources=ResourceConfig(serving_hosts=1))
+    with pytest.raises(ResourcesError, match="this machine has 0 nodes without workers"):
+        DistributedSGD(TASK.creator(), 2, run_config=apart)
 
 
 def job_of_a_child() -> None:
