@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import steepest
-from steepest import FailureConfig
-from tests.own_loop_runs import STRATEGIES
+from steepest import FailureConfig, LocalStrategy
+from tests.own_loop_runs import STRATEGIES, Kills
 from tests.own_loops import BATCH
-from tests.reference import Weights, perceptron, same_bits, samples
+from tests.reference import perceptron, same_bits, samples
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.strikes import kill_this_process
@@ -50,6 +51,7 @@ class Drawing:
     """A loop that draws wherever it can; its process dies once, where it comes to a place."""
 
     any_steps: bool = False
+    among_batches: bool = True  # whether it gathers there
     dies_at: tuple[Any, ...] = ()
 
     def _pass(self, *place: Any) -> None:
@@ -81,21 +83,28 @@ class Drawing:
                     optimizer.zero_grad()
                     nn.functional.mse_loss(model(x), y).backward()
                     optimizer.step()
-                kept.scale = steepest.gather(torch.rand(1)).mean().item()
+                if self.among_batches:
+                    kept.scale = steepest.gather(torch.rand(1)).mean().item()
             self._pass(epoch, "behind")
             drawn = torch.rand(1)
             kept.scale += steepest.gather(drawn).mean().item()
             self._pass(epoch, "gathered")
+            steepest.report(drawn=drawn.item(), scale=kept.scale)
 
 
-def run(script: Any, workers: int, strategy: Any) -> Weights:
-    settings = run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3))
-    with Simulation(seed=1).running():
-        return dict(
-            steepest.run(
-                script, num_workers=workers, strategy=strategy, run_config=settings, progress=False
-            ).state_dict
+def run(script: Any, workers: int, strategy: Any, every: int = 3, strikes: Any = None) -> Any:
+    simulation = Simulation(seed=1)
+    settings = run_config(failure=FailureConfig(patience=math.inf, snapshot_every=every))
+    with simulation.running():
+        found = steepest.run(
+            script,
+            num_workers=workers,
+            strategy=strategy,
+            run_config=settings,
+            progress=False,
+            callbacks=[] if strikes is None else [strikes(simulation)],
         )
+        return dict(found.state_dict), found.reports
 
 
 PLACES = [(0, 0, "before"), (0, 1, "after"), (0, "behind"), (0, "gathered"), (1, 0, "before")]
@@ -107,10 +116,22 @@ PLACES = [(0, 0, "before"), (0, 1, "after"), (0, "behind"), (0, "gathered"), (1,
 def test_a_successor_draws_what_the_dead_worker_would_have_drawn(
     strategy: str, any_steps: bool
 ) -> None:
-    undisturbed = run(Drawing(any_steps), 2, STRATEGIES[strategy])
+    undisturbed, _ = run(Drawing(any_steps), 2, STRATEGIES[strategy])
     for victim, place in ((0, PLACES[2]), *((1, each) for each in PLACES)):
-        script = Drawing(any_steps, (victim, *place))
-        found = run(script, 2, STRATEGIES[strategy])
+        script = Drawing(any_steps, dies_at=(victim, *place))
+        found, _ = run(script, 2, STRATEGIES[strategy])
         assert DIED
         DIED.clear()
         assert same_bits(found, undisturbed), (victim, place)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_job_that_is_set_back_to_an_epochs_end_draws_and_reports_as_before(step: int) -> None:
+    """Members of a round have all of the state: with each death all go back to the last snapshot."""
+    strategy = LocalStrategy(sync_every=2, chunk_bytes=64)
+    script = Drawing(among_batches=False)
+    undisturbed, reports = run(script, 2, strategy, 1)
+    for victim in (0, 1):
+        found, again = run(script, 2, strategy, 1, partial(Kills, victim=victim, step=step))
+        assert same_bits(found, undisturbed)
+        assert again == reports
