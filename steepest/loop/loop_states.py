@@ -174,8 +174,8 @@ class LoopStates:
         inside = self._loop.gatherer.region is Region.BEFORE and self._loop.lockstep is None
         if self._job.asked is Ask.PARTS and not inside:
             found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
-            if found is not None:
-                return found
+            if found is not None:  # what it has reported since then is not reported again
+                return {**found, "reported": self._loop.calls.count}
         if begun is not None:
             return unpack(begun.state)
         state = self._present()

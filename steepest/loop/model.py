@@ -511,7 +511,7 @@ class LoopModel(TorchModel):
     def state(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like, and the state of the loop."""
         state = self.loop.states.state()
-        unsent = self.loop.reports.unsent_before(state["reports"])
+        unsent = self.loop.reports.unsent_before(state.get("reported", state["reports"]))
         state["unsent"] = self.loop.rank, [tuple(each) for each in unsent]
         state["gathered"] = self.loop.size, self.loop.gatherer.gatherings.behind_steps()
         return {**self._buffers(), LOOP_STATE: pack(state, self.loop.batches)}

@@ -12,10 +12,11 @@ class ReportCalls:
     Attributes:
         count: of calls before the next one, with those that are left out.
         weight: of the batches since the last call.
+        made: calls that were made before the loop began anew, whose values count.
     """
 
-    def __init__(self, count: int = 0, weight: float = 0.0) -> None:
-        self.count, self.weight = count, weight
+    def __init__(self, count: int = 0, weight: float = 0.0, made: int = 0) -> None:
+        self.count, self.weight, self.made = count, weight, made
         self._before: int | None = None  # as `count`, before the last batch of the epoch
         self._missed = 0  # steps since that batch in which the worker has no samples
 

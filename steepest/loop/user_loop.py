@@ -152,7 +152,7 @@ class UserLoop:
         self._reset()
         self.states.rounds = rounds or self.states.rounds
         self.arriving = state
-        self.reports.keep_before(state["reports"])
+        self.reports.keep_before(state.get("reported", state["reports"]))
 
     def take_fresh(self) -> dict[str, float]:
         """Return what was reported since this was called before, or since the last step."""
@@ -341,7 +341,7 @@ class UserLoop:
         self.arriving = None
         self.steps.lacks_batches = True
         self.job.arrive(state["step"])
-        self.calls = ReportCalls(state["reports"], state["since"])
+        self.calls = ReportCalls(state["reports"], state["since"], state.get("reported", 0))
         self.batches = state["batches"]
         assert self.prepared is not None
         prepared = self.prepared
@@ -771,8 +771,10 @@ class UserLoop:
         if not self.counts:
             return
         found = checked_metrics({name: _number(value) for name, value in values.items()})
-        self.reports.add(Reported(*self.calls.called(), found))
-        self.fresh |= found
+        number, weight = self.calls.called()
+        if number >= self.calls.made:
+            self.reports.add(Reported(number, weight, found))
+            self.fresh |= found
 
 
 def current() -> UserLoop | None:
