@@ -390,7 +390,8 @@ def test_rounds_of_a_run_that_has_ended_are_not_computed_again(tmp_path: Path) -
 def test_reports_of_another_job_in_the_same_folder_are_left_out(tmp_path: Path) -> None:
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "reports.json").write_text('[{"loss": 7.0}, {}, {}, {"other": 1.0}]')
+    row = '{"kind": "report", "time": 0, "step": 1, "worker": 0, "call": %d, "weight": 1, "values": {"loss": 7}}'
+    (tmp_path / "run" / "reports.jsonl").write_text("\n".join(row % call for call in (0, 9)) + "\n")
     found = run(SCHEDULED, 2, checkpoints=checkpoints).reports
     assert found == run(SCHEDULED, 2).reports
 
