@@ -18,6 +18,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by every process
 
 import argparse
+import contextlib
 import statistics
 import subprocess
 import sys
@@ -74,17 +75,20 @@ def start(rounds: int) -> None:
 
 def _first_step(command: list[str]) -> tuple[float, float]:
     """Run a script to its end; return the seconds to its first step, and those that its processes had used by then."""
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         stepped, began = Path(folder, "stepped"), time.time()
+        errors = stack.enter_context(tempfile.TemporaryFile("w+"))
         program = subprocess.Popen(
-            [*command, str(stepped)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, str(stepped)], stdout=subprocess.DEVNULL, stderr=errors
         )
         used = 0.0
         while not stepped.exists() and program.poll() is None:
             used = max(used, _used(program.pid))
             time.sleep(0.02)
         if program.wait(DEADLINE):
-            raise RuntimeError(f"{command} has failed")
+            errors.seek(0)
+            raise RuntimeError(f"{command} has failed: {errors.read()}")
         return float(stepped.read_text()) - began, used
 
 

@@ -44,3 +44,20 @@ def test_asynchronous_training_learns_the_digits_although_a_worker_stalls(seed: 
         trainer.fit(epochs=8, progress=False)
         assert trainer.stats().staleness.max >= 10
         assert trainer.evaluate(test).metrics["accuracy"] >= 0.96
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_its_table_has_the_same_bits_on_processes_and_on_ray(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from steepest.cli import demo
+
+    rows = demo.run(epochs=1, progress=False)
+    assert [(row.strategy, row.same) for row in rows if row.runtime == "ray"] == [
+        ("ps", True),
+        ("allreduce", True),
+    ]
+    assert all(row.difference is None or row.difference < 1e-12 for row in rows)
+    assert capsys.readouterr().out.count(", the same bits as on processes\n") == 2
