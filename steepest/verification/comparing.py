@@ -81,13 +81,16 @@ def tolerance(precision: str, step: int) -> float:
     return max(base, min(base * _GROWTH ** (step - 1), _MOST))
 
 
-def whole_and_parts(whole: Run, parts: Run, noisy: Iterable[str] = ()) -> Comparison:
+def whole_and_parts(
+    whole: Run, parts: Run, noisy: Iterable[str] = (), *, gradients: bool = True
+) -> Comparison:
     """Compare a run of one process with one whose batches are divided.
 
     Args:
         whole: of one worker.
         parts: of several, each of which has a part of each batch.
         noisy: names of reports that no two runs have in common.
+        gradients: whether those with which steps begin are compared; a plain script clips them before, workers after.
     """
     one = whole.in_order(0)
     several = {worker: parts.in_order(worker) for worker in parts.workers}
@@ -107,7 +110,7 @@ def whole_and_parts(whole: Run, parts: Run, noisy: Iterable[str] = ()) -> Compar
         found = (
             _settings(one[step], own)
             or _losses(one[step], own, limit, distances)
-            or _gradients(one[step], own, limit)
+            or (_gradients(one[step], own, limit) if gradients else None)
             or _weights(one[step], own[0], noise, limit, distances)
         )
         if found is not None:

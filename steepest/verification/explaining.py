@@ -281,6 +281,29 @@ def warnings_of(run: Run) -> list[str]:
     return [f"{line}: {text}" for text, line in found.items()]
 
 
+#: Why a job with a model creator may differ after a death.
+STATE_OF_MODEL = (
+    "the successor computes something else from the same weights: state that the model or its data carry from "
+    "step to step "
+    "in a worker's process, or draws of a generator of their own: buffers are kept, see docs/failures.md"
+)
+
+
+def of_job(found: Difference, workers: int) -> list[str]:
+    """Return why a job with a model creator differs on several workers from one."""
+    if factor := _factor(found.ratio, workers):
+        return [
+            f"it is {factor:.3g} times that of one process: the loss adds up the samples of its batch, or is "
+            f"multiplied or divided by "
+            "the number of workers; the trainer has the mean over them already"
+        ]
+    return [
+        "the model or its data depend on worker_index, on the process (a seed, the time), or the loss of a batch "
+        "is no mean over its "
+        "samples: give TorchModel a weight= where it is a mean over tokens"
+    ]
+
+
 # -- deaths ----------------------------------------------------------------------------------------
 
 
@@ -328,6 +351,36 @@ def changed_variables(
     return sorted(found.values(), key=lambda each: (each[1], order[each[2].kind]))
 
 
+def _changed(
+    base: Run, other: Run, since: int, noisy: set[str], sources: dict[str, str]
+) -> list[tuple[str, int, Variable, Variable, str]]:
+    """Return the variables that differ, but for those that a `for` sets, such as a batch."""
+
+    def is_of_a_loop(name: str, line: str) -> bool:
+        function, variable = name.split(":", 1)
+        return variable in _loop_targets(sources.get(line.rsplit(":", 1)[0], ""), function)
+
+    changed = changed_variables(base, other, since, noisy)
+    return [each for each in changed if not is_of_a_loop(each[0], each[4])]
+
+
+def of_counters(
+    base: Run, other: Run, since: int, noisy: set[str], sources: dict[str, str]
+) -> dict[str, str]:
+    """Return what there is to say of variables that began anew in a successor, by name, where nothing else differs.
+
+    Tensors and lists are left out: most of them are what a batch has made.
+    """
+    changed = _changed(base, other, since, noisy, sources)
+    return {
+        each[
+            0
+        ]: f"{_of_variable(*each, sources=sources)}. It changes no update and no report of these steps"
+        for each in changed
+        if each[2].kind != "values"
+    }
+
+
 def of_death(
     found: Difference | None,
     base: Run,
@@ -337,7 +390,7 @@ def of_death(
     sources: dict[str, str],
 ) -> list[str]:
     """Return why a run in which a worker died, or which was stopped, differs from an undisturbed one."""
-    changed = changed_variables(base, other, since, noisy)
+    changed = _changed(base, other, since, noisy, sources)
     if found is not None and found.step:  # what differs later is of it
         changed = [each for each in changed if each[1] <= found.step]
     at_once = [each for each in changed if each[1] == changed[0][1]]
@@ -403,6 +456,23 @@ def _of_variable(
     return f"{what}: give it to steepest.register(...) ({_STATE}){own}"
 
 
+@lru_cache(maxsize=64)
+def _loop_targets(source: str, function: str) -> frozenset[str]:
+    loops = (node for node in ast.walk(_body(source, function)) if isinstance(node, ast.For))
+    names = (n for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name))
+    return frozenset(each.id for each in names)
+
+
+def _body(source: str, function: str) -> ast.AST:
+    """Return a function of a program, or all of it; nothing where it is no Python."""
+    try:
+        tree: ast.AST = ast.parse(source)
+    except SyntaxError:
+        return ast.Module([], [])
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+    return named[0] if named else tree
+
+
 def _is_scheduler(type_name: str) -> bool:
     return bool(re.search("LR$|Plateau$|Scheduler|Restarts$", type_name))
 
@@ -410,13 +480,7 @@ def _is_scheduler(type_name: str) -> bool:
 @lru_cache(maxsize=256)
 def _assigned(source: str, function: str, variable: str) -> int:
     """Return the line in which a variable is last changed within a function; 0 where none is found."""
-    try:
-        tree: ast.AST = ast.parse(source)
-    except SyntaxError:
-        return 0
-    if function != "<module>":
-        named = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
-        tree = named[0] if named else tree
+    tree = _body(source, function)
     last = variable.split(".")[-1]
     best = (-1, 0)
     for node in (n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AugAssign)):

@@ -24,6 +24,7 @@ from steepest.verification.comparing import (
     to_the_bit,
     whole_and_parts,
 )
+from steepest.verification.jobs import JobRuns
 from steepest.verification.records import Run
 from steepest.verification.report import VerifiedRun, VerifyReport
 from steepest.verification.runs import Runs, runs_of
@@ -34,7 +35,7 @@ _OTHERS = 'strategy={!r}, of which no result equals that of one process: give "p
 
 
 def verify(
-    function: Callable[[], Any],
+    function: Callable[..., Any],
     *,
     steps: int = 20,
     num_workers: int = 2,
@@ -52,7 +53,8 @@ def verify(
     one in which nothing happens, to the bit.
 
     Args:
-        function: as of `steepest.run`; a script too, see `steepest.loop.script.UserScript`.
+        function: as of `steepest.run`; a script too, see `steepest.loop.script.UserScript`; or the model creator of a
+            `DistributedSGD`, of whose job the driver sees losses, rates and weights after each step.
         steps: of each run, at most.
         num_workers, strategy, seed: as of `steepest.run`; a strategy whose result is that of one process.
         deaths: "some" for one of two workers each, "all" for each worker in each step, "none".
@@ -67,7 +69,9 @@ def verify(
     Example:
         >>> verify(train, num_workers=2).assert_equal()                      # doctest: +SKIP
     """
-    require_function(function)
+    is_job = _takes_two(function)
+    if not is_job:
+        require_function(function)
     require_count("steps", steps, 2)
     require_count("num_workers", num_workers)
     require_choice("deaths", deaths, DEATHS)
@@ -78,9 +82,18 @@ def verify(
     tell = told or (lambda _: None)
     with runs_of(function, steps, strategy, seed, tell) as runs:
         made = _Verification(runs, num_workers, deaths, _sources(function))
-        for row in made.rows():
+        for row in made.rows_of_job(function) if is_job else made.rows():
             tell(row)
     return VerifyReport(tuple(made.found), tuple(made.notes), time.perf_counter() - begun)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function is called with two arguments, as model creators are."""
+    try:
+        inspect.signature(function).bind(0, 0)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _sources(function: Callable[[], Any]) -> dict[str, str]:
@@ -158,6 +171,68 @@ class _Verification:
         yield self._stopped(many)
         self.notes += [*self.told_of.values(), *explaining.of_files(many)]
 
+    # -- a job with a model creator ------------------------------------------------------------
+
+    def rows_of_job(self, creator: Callable[[int, int], Any]) -> Iterator[VerifiedRun]:
+        """Make the runs of a `DistributedSGD` job; yield each row when it is there."""
+        for row in self._rows_of_job(creator):
+            self.found.append(row)
+            yield row
+
+    def _rows_of_job(self, creator: Callable[[int, int], Any]) -> Iterator[VerifiedRun]:
+        runs = self.runs
+        jobs = JobRuns(creator, runs.steps, runs.strategy, runs.seed, runs.folder, runs.deadline)
+
+        def run(what: str, workers: int, **how: Any) -> Run:
+            runs.tell(what)
+            return jobs.job(what, workers, **how)
+
+        many = run(f"{self.workers} workers", self.workers)
+        if many.error or many.facts is None or many.facts.batch_size is None:
+            yield VerifiedRun(many.what, "failed", _short(many.error))
+            return
+        batch = many.facts.batch_size
+        name, whole = f"one process, batch {batch * self.workers}", batch * self.workers
+        one, again = (run("one process", 1, samples=whole) for _ in range(2))
+        for each in (one, again):
+            if each.error:
+                yield VerifiedRun(name, "failed", _short(each.error))
+                return
+        if (itself := to_the_bit(one, again).first) is not None:
+            yield _row(
+                name,
+                "NOT EQUAL",
+                itself,
+                f"to itself: {_of(itself)}",
+                [explaining.of_itself(one, again)],
+            )
+            return
+        yield VerifiedRun(name, "equal", f"{one.length} steps; twice the same bits")
+        compared = whole_and_parts(one, many)
+        name = f"{self.workers} workers, batch {batch} each"
+        if compared.first is None:
+            yield VerifiedRun(name, "equal", _agreement(compared))
+        else:
+            causes = explaining.of_job(compared.first, self.workers)
+            yield _row(name, "NOT EQUAL", compared.first, _of(compared.first), causes)
+        stop = max(many.length * 9 // 20, 1)
+        disturbed: list[tuple[str, dict[str, Any]]] = [
+            (f"worker {worker} killed behind step {step}", {"kill": (worker, step)})
+            for worker, step in self._kills(many.length)
+        ]
+        disturbed.append((f"stopped at step {stop}, resumed", {"stops_at": stop}))
+        for name, how in disturbed:
+            other = run(name, self.workers, **how)
+            first = to_the_bit(many, other).first
+            if other.error:
+                yield VerifiedRun(
+                    name, "NOT EQUAL", f"it ends with {_short(other.error)}", (), 0, "error"
+                )
+            elif first is None:
+                yield VerifiedRun(name, "equal", "bits")
+            else:
+                yield _row(name, "NOT EQUAL", first, _of(first), [explaining.STATE_OF_MODEL])
+
     # -- one process ---------------------------------------------------------------------------
 
     def _of_one(self, one: Run, batch: int | None) -> Iterator[VerifiedRun]:
@@ -170,7 +245,7 @@ class _Verification:
             yield VerifiedRun(name, "failed", f"the plain script ends with {_short(plain.error)}")
             return
         self._learn_noise(one, plain)
-        found = whole_and_parts(plain, one, self.noisy_reports)
+        found = whole_and_parts(plain, one, self.noisy_reports, gradients=False)
         found_first = found.first
         if found_first is None or found_first.what == "reports":
             yield VerifiedRun(
@@ -242,22 +317,8 @@ class _Verification:
     # -- deaths --------------------------------------------------------------------------------
 
     def _of_deaths(self, many: Run) -> Iterator[VerifiedRun]:
-        length = many.length
-        if self.deaths == "none":
-            return
-        if self.deaths == "all":
-            kills = [
-                (w, step) for step in range(1, length + 1) for w in reversed(range(self.workers))
-            ]
-        else:
-            kills = [
-                (w, s)
-                for w, s in ((self.workers - 1, -(-length * 7 // 20)), (0, -(-length * 12 // 20)))
-            ]
-            if self.workers == 1:
-                kills = kills[-1:]
         well = 0
-        for worker, step in kills:
+        for worker, step in self._kills(many.length):
             name = f"worker {worker} killed at step {step}"
             row = self._disturbed(name, many, step, kills=((worker, step),))
             if self.deaths != "all" or not row.is_well:
@@ -266,6 +327,16 @@ class _Verification:
                 well += 1
         if self.deaths == "all" and well:
             yield VerifiedRun(f"each worker killed at each step ({well})", "equal", "bits")
+
+    def _kills(self, length: int) -> list[tuple[int, int]]:
+        """Return which workers are killed, and in which steps, of a job of so many."""
+        last = self.workers - 1
+        if self.deaths == "none":
+            return []
+        if self.deaths == "all":
+            return [(w, step) for step in range(1, length + 1) for w in range(last, -1, -1)]
+        some = {last: -(-length * 7 // 20), 0: -(-length * 12 // 20)}
+        return list(some.items())
 
     def _stopped(self, many: Run) -> VerifiedRun:
         step = max(many.length * 9 // 20, 1)
@@ -286,11 +357,9 @@ class _Verification:
             compared.first, many, other, step, self.noisy_variables, self.sources
         )
         if compared.first is None:
-            changed = explaining.changed_variables(many, other, step, self.noisy_variables)
-            for each, one in zip(changed, told, strict=False):
-                self.told_of.setdefault(
-                    each[0], f"{one}. It changes no update and no report of these steps"
-                )
+            noted = explaining.of_counters(many, other, step, self.noisy_variables, self.sources)
+            for variable, text in noted.items():
+                self.told_of.setdefault(variable, text)
             return VerifiedRun(name, "equal", "bits")
         return _row(name, "NOT EQUAL", compared.first, _of(compared.first), told)
 

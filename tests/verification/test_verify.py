@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from steepest import TorchModel
 from steepest.cli.main import main
 from steepest.errors import ConfigurationError
 from steepest.loop.script import UserScript
-from steepest.testing import VerifyReport, verify
+from steepest.testing import VerifyReport, linear_model_creator, verify
 from tests.page_examples import blocks_of, run_block
 
 BEGIN = """
@@ -135,20 +137,20 @@ WRONG = {
     "the rate of a larger batch": (
         loop(before="optimizer.param_groups[0]['lr'] *= steepest.size()\n"),
         "2 workers, batch 8 each",
-        "scaled by steepest.size() at train.py:13",
+        "scaled by steepest.size() at train.py:12",
     ),
     "a rate by one worker's loss": (
         loop((BACKWARD, BACKWARD + "        optimizer.param_groups[0]['lr'] = 0.1 * loss.item()\n")),
         "2 workers, batch 8 each",
-        "decided by what one worker finds",
+        "workers disagree about lr",
     ),
     "a scheduler that is not given": (
         loop(
             (STEP, STEP + "        scheduler.step()\n"),
             before="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)\n",
         ),
-        "worker 1 killed at step 3",
-        "`scheduler` (train.py:13), a StepLR, went on in the others and began anew in the successor: give it to "
+        "stopped at step 3, resumed",
+        "`scheduler` (train.py:12), a StepLR, went on in the others and began anew in the successor: give it to "
         "steepest.prepare(",
     ),
     "a loader that is not given": (
@@ -171,12 +173,12 @@ WRONG = {
         loop((BACKWARD, "        (loss * (1 + torch.rand((), generator=drawn))).backward()\n"),
              before="drawn = torch.Generator().manual_seed(3)\n"),
         "worker 0 killed at step 5",
-        "`drawn` (train.py:13), a random generator of the script's own, began anew",
+        "`drawn` (train.py:12), a random generator of the script's own, began anew",
     ),
     "an early stop by one worker's loss": (
         loop((STEP, STEP + "        if loss < 0.55:\n            raise SystemExit(0)\n")),
         "2 workers, batch 8 each",
-        "other numbers of steps",
+        "workers disagree about the step that they take",
     ),
 }  # fmt: skip
 
@@ -199,8 +201,9 @@ def test_mistakes_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(AssertionError, match="distribution changes the result"):
         found.assert_equal()
     (row,) = (each for each in found.rows if each.run == run)
-    assert row.verdict == "NOT EQUAL"
-    assert any(said in cause for cause in row.causes), str(found)
+    # workers that disagree end the run themselves
+    assert row.verdict == ("failed" if "disagree" in said else "NOT EQUAL")
+    assert any(said in each for each in (row.found, *row.causes)), str(found)
 
 
 @pytest.mark.long
@@ -232,6 +235,38 @@ def test_the_pages_example_runs_as_it_stands(tmp_path: Path) -> None:
         "worker 0 killed at step 4",
         "stopped at step 2, resumed",
     ]
+
+
+def by_worker(worker_index: int, device_index: int) -> Any:
+    """A model whose loss depends on its worker."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(output, target) * (1 + worker_index)
+
+    data = (torch.arange(96.0).reshape(24, 4) / 96, torch.ones(24, 1))
+    return TorchModel(
+        torch.nn.Linear(4, 1),
+        loss=loss,
+        data=data,
+        batch_size=4,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("creator", [linear_model_creator(), by_worker])
+def test_a_job_with_a_model_creator(creator: Any) -> None:
+    found = verify(creator, steps=6)
+    verdicts = {row.run.split(",")[0]: row.verdict for row in found.rows}
+    assert verdicts == {
+        "one process": "equal",
+        "2 workers": "NOT EQUAL" if creator is by_worker else "equal",
+        "worker 1 killed behind step 3": "equal",
+        "worker 0 killed behind step 4": "equal",
+        "stopped at step 2": "equal",
+    }
+    if creator is by_worker:
+        assert "depend on worker_index" in found.rows[1].causes[0]
 
 
 def test_strategies_with_other_results_are_refused() -> None:
