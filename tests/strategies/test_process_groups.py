@@ -388,7 +388,8 @@ def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_loops_of_ones_own_add_up_in_groups_as_on_servers(
     loop: Callable[..., None], strategy: AllreduceStrategy
 ) -> None:
-    script = Script(loop, optimizer=sgd(momentum=0.9))
+    # with equally many batches on each worker, over which `accumulating` makes a step
+    script = Script(loop, optimizer=sgd(momentum=0.9), data=samples(24))
     found = run(script, 2, strategy)
     assert difference(found.weights, run(script, 2, "ps").weights) < 1e-12
 
