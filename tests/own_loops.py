@@ -114,7 +114,6 @@ class Script:
     data: tuple[torch.Tensor, ...] = field(default_factory=lambda: samples(SAMPLES))
     epochs: int = 3
     shuffles: bool = True
-    any_steps: bool = False
     reduction: str = "mean"
     sampler: Callable[[int], Any] | None = None  # called with the number of samples
 
@@ -139,7 +138,6 @@ class Script:
             parts.optimizer,
             parts.loader,
             *parts.schedulers,
-            any_steps=self.any_steps,
             reduction=self.reduction,
         )
         self.loop(Parts(model, optimizer, loader, tuple(schedulers)), self.epochs)

@@ -389,7 +389,7 @@ class Training:
         self.samples += result.samples
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled
-        epoch = None if plan is None else plan.position(result.step - 1).epoch
+        epoch = result.epoch if plan is None else plan.position(result.step - 1).epoch
         rates = self.rates.at(result.step - 1)
         if result.hyper is not None:
             rates = tuple(g.get("lr", lr) for g, lr in zip(result.hyper, rates, strict=True))
@@ -402,7 +402,7 @@ class Training:
             result.bytes_pulled,
             self.seconds + system().now() - self._began,
         )
-        ends = plan is not None and epoch is not None and plan.end_of(epoch) == result.step
+        ends = None if plan is None or epoch is None else plan.end_of(epoch) == result.step
         self.history.stepped(self.last, figures, ends_epoch=ends)
         self.history.record.stepped(result.step, figures.seconds, result.spent)
         self._describe()

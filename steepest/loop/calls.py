@@ -16,14 +16,14 @@ from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
 from steepest.loop.bare_tensors import BareTensors, bare_tensors
 from steepest.loop.closures import ByClosure, needs_closure, steps_in_workers
+from steepest.loop.cursor import Cursor, Steps
 from steepest.loop.each_epoch import EachEpochSource
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
-from steepest.loop.lockstep import Lockstep, Steps
 from steepest.loop.model import LoopModel
 from steepest.loop.prepared import Prepared
-from steepest.loop.streamed import StreamLockstep
+from steepest.loop.streamed import StreamCursor
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.loop.user_loop import UserLoop, calling, current
@@ -97,7 +97,6 @@ def _told(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def prepare(
     *objects: Any,
     project: Callable[[str, torch.Tensor], object] | None = None,
-    any_steps: bool = False,
     reduction: str = "mean",
     table_shards: int = 8,
     buffers: Mapping[str, str] | None = None,
@@ -116,14 +115,12 @@ def prepare(
     Args:
         objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
             of the optimizers, and further DataLoaders. Tensors that an optimizer trains and no module has count as
-            those of one more module, the last; they need not be given, but for a `torch.nn.Parameter`. With several
-            optimizers, or without a loader, a batch may have any number of steps, as many on each worker; each step
-            updates the parameters of its optimizer alone.
+            those of one more module, the last; they need not be given, but for a `torch.nn.Parameter`. A batch may have
+            any number of steps, as many on each worker; with several optimizers each step updates the parameters of
+            its optimizer alone.
         project: called as ``project(name, values)`` after each update of a parameter, where that is made: changes the
             values, perhaps a part of them, in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``. Names are
             those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
-        any_steps: whether a batch of the loader may have any number of steps of a single optimizer, as many on each
-            worker, such as several passes over a batch. Otherwise each step takes the next batch.
         reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds them up. Then the
             gradients of all workers are added up too.
         table_shards: parts into which the rows of embedding tables are dealt, see `TorchModel`.
@@ -155,34 +152,34 @@ def prepare(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
     servers, closures = _at_servers(loop, optimizers, reduction)
-    any_steps = any_steps or len(servers) < len(optimizers)
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     _check_reduction(reduction, loaders)
     data = None if not loaders else training_data(loaders[0], loop)
-    lockstep = _lockstep(loop, servers, data, any_steps=any_steps)
-    shares = _shares(data, loaders, alike=lockstep is None)
+    cursor = _cursor(loop, optimizers, data)
+    shares = _shares(loop, data, loaders, alike=cursor is None)
     model = LoopModel(loop, module, servers, shares, project, table_shards, buffers)
-    _check_tables(model, alike=lockstep is None and not closures)
+    _check_tables(model, alike=len(servers) == 1 and data is not None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if loop.together else []
     made: dict[int, Any] = {id(each): EvaluationLoader(each, loop) for each in further}
     if data is not None:
-        whole = lockstep.whole_batch(loop.size) if lockstep else step_size().of(data.batch_size)
+        whole = cursor.whole_batch(loop.size) if cursor else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
     found = tuple(made.get(id(each), each) for each in objects)
     sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
     given = (*objects, *found)
-    loop.prepare(Prepared(model, servers, schedulers, lockstep, closures, sums, enter, given))
+    loop.prepare(Prepared(model, servers, schedulers, cursor, closures, sums, enter, given))
     return found[0] if len(found) == 1 else found
 
 
 def _shares(
-    data: TrainingData | None, loaders: Sequence[DataLoader[Any]], *, alike: bool
+    loop: UserLoop, data: TrainingData | None, loaders: Sequence[DataLoader[Any]], *, alike: bool
 ) -> TrainingData:
     """Return training data of which each share is a batch of the loop's; unless steps are `alike`, one of its steps."""
     if alike and data is not None and data.source is not None:
         return TrainingData(data.batch_size, EachEpochSource(data.source))
-    return TrainingData(1, Steps(loaders[0].dataset if loaders else None))
+    batch_size = 1 if data is None else data.batch_size
+    return TrainingData(batch_size, Steps(loaders[0].dataset if loaders else None, loop.load_ahead))
 
 
 def _at_servers(
@@ -254,40 +251,18 @@ def _check_tables(model: LoopModel, *, alike: bool) -> None:
     """Check that a model with embedding tables is in a loop with a step for each batch; else ConfigurationError."""
     if model.tables and not alike:
         raise ConfigurationError(
-            f"embedding tables ({model.tables[0].name!r}) in a loop whose steps are not one for each batch: give one "
-            "optimizer whose step() needs no closure, and a loader, without any_steps=True"
+            f"embedding tables ({model.tables[0].name!r}) in a loop with several optimizers, without a loader, or with "
+            "step(closure): give one optimizer that needs no closure, and a loader"
         )
 
 
-def _lockstep(
-    loop: UserLoop,
-    optimizers: Sequence[torch.optim.Optimizer],
-    data: TrainingData | None,
-    *,
-    any_steps: bool,
-) -> Lockstep | None:
-    """Return the place of a loop whose steps are not one for each batch, or which finds the end of its data by itself.
-
-    None for any other.
-    """
-    endless = data is not None and data.size is None
-    if len(optimizers) == 1 and data is not None and not any_steps and not endless:
+def _cursor(
+    loop: UserLoop, optimizers: Sequence[torch.optim.Optimizer], data: TrainingData | None
+) -> Cursor | None:
+    """Return the place of a loop whose workers go through all batches together; None where each has its own shares."""
+    if not loop.together or loop.local:
+        _check_alone(loop, optimizers, data)
         return None
-    what = "any_steps=True" if any_steps else "several optimizers"
-    if len(optimizers) == 1 and endless and not any_steps:
-        what = "an iterable data set without __len__"
-    if data is None:
-        what = "a loop without a loader"
-    if loop.local:
-        raise ConfigurationError(
-            f'{what} with strategy="local": each batch of a loader is one update of the worker\'s own there, of a '
-            'single optimizer; give strategy="ps" or "allreduce"'
-        )
-    if not loop.together:
-        raise ConfigurationError(
-            f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
-            'strategy="ps" or "allreduce"'
-        )
     whole = step_size().samples
     if data is None:
         if whole is not None:
@@ -295,11 +270,34 @@ def _lockstep(
                 f"global_batch_size={whole} with a loop without a loader, which makes its data itself: leave it out, "
                 "and let each worker make its part of them, by steepest.size()"
             )
-        return Lockstep(None, 1, loop.seed)
+        return Cursor(None, 1, loop.seed)
     if data.source is None:
         assert data.stream is not None
-        return StreamLockstep(data.stream, loop.seed, whole)
-    return Lockstep(data.source, data.batch_size, loop.seed, whole)
+        return StreamCursor(data.stream, loop.seed, whole)
+    return Cursor(data.source, data.batch_size, loop.seed, whole)
+
+
+def _check_alone(
+    loop: UserLoop, optimizers: Sequence[torch.optim.Optimizer], data: TrainingData | None
+) -> None:
+    """Check that a worker can go through shares of its own: one optimizer, a step for each; else ConfigurationError."""
+    if len(optimizers) > 1:
+        what = "several optimizers"
+    elif data is None:
+        what = "a loop without a loader"
+    elif data.size is None:
+        what = "an iterable data set without __len__"
+    else:
+        return
+    if loop.local:
+        raise ConfigurationError(
+            f'{what} with strategy="local": each batch of a loader is one update of the worker\'s own there, of a '
+            'single optimizer; give strategy="ps" or "allreduce"'
+        )
+    raise ConfigurationError(
+        f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
+        'strategy="ps" or "allreduce"'
+    )
 
 
 @_told

@@ -21,7 +21,9 @@ from steepest.loop.gathering import (
     alone,
     check_here,
     joined,
+    leaves_of,
     packed,
+    rebuilt,
 )
 from steepest.loop.kept import pack, unpack
 from steepest.loop.turns import Turns
@@ -59,6 +61,16 @@ class Meets(Protocol):
         ...
 
     @property
+    def passes_by(self) -> bool:
+        """Whether the loop is in a pass that the others have left behind them."""
+        ...
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the loop has yet to come to where the others are."""
+        ...
+
+    @property
     def has_samples(self) -> bool:
         """Whether the worker has samples in the present batch."""
         ...
@@ -91,6 +103,7 @@ class Gatherer:
         region, number: the part of the loop in which it is, see `GatheringPlace`.
         wanted: what the loop waits for.
         order: by rank, the samples of the present evaluation so far.
+        gathered_at_top: what was gathered in the present epoch before its first batch, as `pack` returns it.
     """
 
     def __init__(self, loop: Meets) -> None:
@@ -102,7 +115,8 @@ class Gatherer:
     def begin_anew(self) -> None:
         """Begin with a loop that has not run yet."""
         self.gatherings.end(False)
-        self.region, self.number, self._nth = Region.BEFORE, 0, 0
+        self.region, self.number, self._nth, self._at_top = Region.BEFORE, 0, 0, 0
+        self.gathered_at_top: list[torch.Tensor] = []
         self._dealt_to: LoopSeat | None = None  # as whom the loop has begun its batch
         self.wanted: GatheringParts | None = None
         self.order: Sequence[list[int]] = []
@@ -157,7 +171,7 @@ class Gatherer:
     def enter(self, region: Region, number: int) -> None:
         """Note in which part of the loop gatherings are from now on."""
         if (region, number) != (self.region, self.number) or self._dealt_to is None:
-            self.region, self.number, self._nth = region, number, 0
+            self.region, self.number, self._nth, self._at_top = region, number, 0, 0
             if region is Region.BEFORE:
                 self._dealt_to = self._seat
 
@@ -191,14 +205,38 @@ class Gatherer:
                 "steepest.gather() where workers do not wait for each other: report() gives the driver means over "
                 f"them; or {do}"
             )
-        if loop.size == 1 or loop.stands_in:
+        if loop.stands_in or loop.passes_by:
+            return alone(value)
+        if self.region is Region.TOP:
+            return self._gather_at_top(value)
+        return self._gather(value)
+
+    def _gather_at_top(self, value: Any) -> Any:
+        """Return what the others have gathered before the first batch of the epoch; gather it, if none has."""
+        if self._at_top < len(self.gathered_at_top):
+            found = rebuilt(value, unpack(self.gathered_at_top[self._at_top])["leaves"])
+            self._at_top += 1
+            return found
+        if self._loop.is_arriving:
+            raise ConfigurationError(
+                f"worker {self._loop.rank} has entered the epoch later than others, and gathers before its first batch "
+                "where these have not: let all workers gather there equally often"
+            )
+        found = self._gather(value)
+        self.gathered_at_top.append(pack({"leaves": leaves_of(found)}))
+        self._at_top += 1
+        return found
+
+    def _gather(self, value: Any) -> Any:
+        loop = self._loop
+        if loop.size == 1:
             return alone(value)
         if loop.local and self.region is not Region.END:
             raise ConfigurationError(
                 'steepest.gather() between the batches of an epoch with strategy="local", where workers have weights '
                 "of their own and do not wait for each other: call it behind the loop over the loader"
             )
-        self.among_batches |= self.region is not Region.END
+        self.among_batches |= self.region not in (Region.END, Region.TOP)
         place = self._place()
         none = self.region is Region.BEFORE and not loop.has_samples
         parts = self._ask(place, packed(value, counts=not none))

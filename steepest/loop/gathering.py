@@ -33,14 +33,13 @@ class Region(enum.IntEnum):
     BEFORE = 0  # between taking a batch and its step
     AFTER = 1  # after its step
     END = 2  # after an epoch's last batch
+    TOP = 3  # between entering an epoch and its first batch
 
 
 class GatheringPlace(NamedTuple):
     """Where a loop gathers."""
 
-    number: (
-        int  # of the job's step, or, where steps are not one for each batch, of the batch or round
-    )
+    number: int  # of the batch or round; of the job's step where each worker has batches of its own
     region: Region
     nth: int  # how often it has gathered there before
 

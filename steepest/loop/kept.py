@@ -50,6 +50,11 @@ class Kept:
             for name, value in vars(self).items()
         }
 
+    def states(self) -> dict[str, Any]:
+        """Return what `state` leaves out without `objects`."""
+        whole, small = self.state(), self.state(objects=False)
+        return {name: state for name, state in whole.items() if name not in small}
+
     def load(self, state: Mapping[str, Any], find: FindClass) -> None:
         """Set what `state` returned, in place where that can be; what has another name now is left out.
 

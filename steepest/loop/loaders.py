@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from steepest.core.data.sampler import even_share
 from steepest.core.data.sources import DatasetSource
 from steepest.errors import ConfigurationError
+from steepest.loop.cursor import Pass
 from steepest.loop.user_loop import UserLoop
 
 
@@ -53,8 +54,8 @@ class TrainingLoader(PreparedLoader):
         super().__init__(loader, _loop=loop, _samples=samples, _whole=whole)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches of the present epoch; at the beginning those that are left of it."""
-        return _Pass(self._loop)
+        """Yield this worker's batches of a pass; at the beginning those that are left of it."""
+        return _Batches(self._loop)
 
     def __len__(self) -> int:
         """Return the number of the job's steps in an epoch."""
@@ -66,22 +67,23 @@ class TrainingLoader(PreparedLoader):
         return self._samples // whole if self.loader.drop_last else -(-self._samples // whole)
 
 
-class _Pass(Iterator[Any]):
-    """A worker's batches of the present epoch.
+class _Batches(Iterator[Any]):
+    """A worker's batches of one pass over the loader.
 
     Where they begin in the middle of it, an `enumerate` of the loader counts those before too: what a script does at
     each so many batches is done by a worker that joins later at the same ones as by the others.
     """
 
     def __init__(self, loop: UserLoop) -> None:
-        self._loop = loop
+        self._loop, self._pass = loop, Pass()
         self._counts = False
 
     def __next__(self) -> Any:
         if self._counts:
             return None
-        batch = self._loop.next_batch()
-        if first := self._loop.take_first():
+        batch = self._loop.next_batch(self._pass)
+        if first := self._pass.first:
+            self._pass.first = 0
             self._count(first)
         return batch
 

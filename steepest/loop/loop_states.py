@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from steepest.loop.closures import ByClosure
+from steepest.loop.cursor import Cursor
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
 from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept, pack, unpack
-from steepest.loop.lockstep import Lockstep
 from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
 from steepest.loop.script_settings import ScriptSettings
 from steepest.loop.standing_in import Boundary
+from steepest.loop.sum_weights import SumWeights
 from steepest.loop.ticks import Schedules
-from steepest.loop.window import Window
 
 
 class HasStates(Protocol):
@@ -35,7 +35,7 @@ class HasStates(Protocol):
     meets: bool
     gatherer: Gatherer
     prepared: Prepared | None
-    lockstep: Lockstep | None
+    cursor: Cursor | None
     held: HeldGradients
     arriving: dict[str, Any] | None  # a state, until the loop is entered
     calls: ReportCalls
@@ -47,8 +47,8 @@ class HasStates(Protocol):
     kept: Kept | None
     schedules: Schedules
     steps: LoopSteps
-    window: Window
     settings: ScriptSettings | None
+    weights: SumWeights
 
     @property
     def size(self) -> int:
@@ -154,6 +154,8 @@ class LoopStates:
 
     Attributes:
         boundary: the state from which another worker takes part in what is gathered.
+        tops: by epoch, what the loop had when it entered that, see `open_epoch`; of the epochs in which a worker may
+            have to begin.
         rounds: where the loop is in rounds of own updates.
     """
 
@@ -163,6 +165,7 @@ class LoopStates:
         # of a loop that counts its steps: where it began the first batch of the present sum of gradients, and where
         # it began the present batch
         self._entries: list[dict[str, Any]] = [{}, {}]
+        self.tops: dict[int, dict[str, Any]] = {}
         self.rounds = Rounds()
         self.boundary = Boundary(loop, loop.gatherer, self.state_at)
 
@@ -171,7 +174,11 @@ class LoopStates:
         begun = self.begun
         if self._loop.arriving is not None:
             return self._loop.arriving if begun is None else unpack(begun.state)
-        inside = self._loop.gatherer.region is Region.BEFORE and self._loop.lockstep is None
+        inside = self._loop.gatherer.region is Region.BEFORE and self._loop.cursor is None
+        if self._is_at_top and not self._is_amid_sum:
+            top = self.tops[self._loop.epoch]
+            present = self._present()
+            return {**present, **top["set"], "kept": {**present["kept"], **kept_at(top)}}
         if self._job.asked is Ask.PARTS and not inside:
             found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
             if found is not None:  # what it has reported since then is not reported again
@@ -191,51 +198,20 @@ class LoopStates:
     @property
     def is_in_step(self) -> bool:
         """Whether the loop has begun a step that is not committed."""
-        lockstep = self._loop.lockstep
-        if lockstep is not None:
-            amid = lockstep.inside and self._job.asked in (Ask.COMMIT, Ask.BATCH, Ask.PARTS)
-            return amid or self._is_amid_sum
+        cursor = self._loop.cursor
+        if cursor is not None:
+            return (cursor.place.inside and self._job.asked is not None) or self._is_amid_sum
         in_batch = self._job.asked is Ask.PARTS and self._loop.gatherer.region is Region.BEFORE
-        return self._job.asked is Ask.COMMIT or in_batch or self._adds_up
+        return self._job.asked is Ask.COMMIT or in_batch
 
     @property
     def _is_amid_sum(self) -> bool:
         """Whether a loop that counts its steps is between two batches whose gradients it adds up, and has stepped."""
-        lockstep = self._loop.lockstep
-        if lockstep is None or lockstep.inside or not (lockstep.taken and lockstep.goes_back):
+        cursor = self._loop.cursor
+        if cursor is None or cursor.place.inside or not (cursor.place.step and cursor.goes_back):
             return False
-        return self._job.asked is Ask.BATCH and self._loop.held.holds
-
-    @property
-    def _adds_up(self) -> bool:
-        """Whether the loop has taken batches without a step, of which it may keep the gradients."""
-        if not self.keeps_windows or self._job.asked is not Ask.BATCH or self._loop.taken is None:
-            return False
-        return not self._loop.stepped and (not self._loop.is_over or self.is_uncommitted)
-
-    @property
-    def is_uncommitted(self) -> bool:
-        """Whether the loop has passed through the last batch without a step, which is not known to be committed."""
-        if (
-            self._job.asked is not Ask.BATCH
-            or self._loop.taken is None
-            or self._loop.stepped
-            or self._loop.lockstep is not None
-        ):
-            return False
-        return (
-            self._loop.together
-            and not self._loop.local
-            and self._loop.taken.where.step >= self._job.committed
-        )
-
-    @property
-    def keeps_windows(self) -> bool:
-        """Whether a loop that enters between two batches without a step takes the first again."""
-        gathers = self._loop.gatherer.among_batches
-        return self._loop.together and not (
-            self._loop.local or self._loop.lockstep is not None or gathers
-        )
+        waits = self._job.asked is Ask.BATCH or self._is_at_top
+        return waits and self._loop.held.holds
 
     @property
     def begun(self) -> BegunRound | None:
@@ -257,10 +233,42 @@ class LoopStates:
     def begin_step(self) -> None:
         """Note what is the state of a worker that takes the step from here on that the loop begins now."""
         self._before = self._set_here()
-        for each in self._in_workers if self._loop.lockstep is not None else ():
+        for each in self._in_workers if self._loop.cursor is not None else ():
             each.note()
         if self._loop.prepared is not None:
             self._loop.prepared.model.note_buffers()
+
+    @property
+    def _is_at_top(self) -> bool:
+        """Whether the loop is between entering an epoch and its first batch."""
+        return self._loop.gatherer.region is Region.TOP and self._job.asked is not None
+
+    def open_epoch(self) -> None:
+        """Note with what the loop enters an epoch: one that enters it later runs what stands before the first batch.
+
+        Where the loop enters later itself, it gets what the others had.
+        """
+        loop, gathered = self._loop, self._loop.gatherer.gathered_at_top
+        assert loop.cursor is not None
+        gathered.clear()
+        if loop.arriving is not None or loop.epoch in self.tops:
+            if (top := self.tops.get(loop.epoch)) is not None:
+                gathered.extend(top["gathered"])
+                self.tops[loop.epoch] = {**top, "gathered": gathered}
+            return
+        objects = {} if loop.kept is None else loop.kept.states()
+        top = {"set": self._set_here(), "objects": pack(objects) if objects else None}
+        first = loop.cursor.first_epoch if loop.held.holds else loop.epoch
+        self.tops = {epoch: each for epoch, each in self.tops.items() if epoch >= first}
+        self.tops[loop.epoch] = {**top, "gathered": gathered}
+
+    def close_top(self) -> None:
+        """Note that the loop comes to the first batch of the epoch: what did not change before it is not kept twice."""
+        loop, top = self._loop, self.tops.get(self._loop.epoch)
+        if top is None or top["objects"] is None or loop.kept is None:
+            return
+        if torch.equal(top["objects"], pack(loop.kept.states())):
+            top["objects"] = None
 
     def begin_sum(self) -> None:
         """Note that the gradients of the batch, or round, which begins are added to none of batches before."""
@@ -283,8 +291,10 @@ class LoopStates:
             "since": loop.calls.weight,
             "kept": {} if loop.kept is None else loop.kept.state(objects=False),
         }
-        if loop.lockstep is not None:  # what is between two steps of a batch is done again
-            found |= copy.deepcopy(self._scheduled())
+        if loop.cursor is not None:
+            found["weights"] = loop.weights.state()
+        if loop.cursor is not None:  # what is between two steps of a batch is done again
+            found |= self._scheduled()
         elif loop.prepared is not None:  # so is what the loop sets before the step
             found["groups"] = loop.prepared.model.optimizer_spec.changed(loop.prepared.groups)
         return found
@@ -319,26 +329,20 @@ class LoopStates:
             "gathers": self._loop.gatherer.among_batches,
             "local": self._loop.local,
             "settings": None if self._loop.settings is None else self._loop.settings.state,
-            "lockstep": self._place(),
-            "window": None if at == "after" else self._window_of_others(),
+            "cursor": self._place(),
             "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
-            "entries": self._entries if self._loop.lockstep is not None else [],
-            "left_out": 0 if at == "after" else self._left_out(at),
+            "entries": self._entries if self._loop.cursor is not None else [],
+            "weights": self._loop.weights.state(),
+            "tops": {str(epoch): top for epoch, top in self.tops.items()},
             **self._scheduled(),
         }
 
     def _place(self) -> dict[str, Any] | None:
         """Return where a loop is that counts its steps."""
-        if self._loop.lockstep is None:
+        if self._loop.cursor is None:
             return None
-        return {**self._loop.lockstep.state(), "amid_sum": self._is_amid_sum}
-
-    def _window_of_others(self) -> tuple[int, int] | None:
-        """Return with which step a loop that enters here begins, see `Window.begins_before`; None for the next."""
-        if self._loop.prepared is None or not (self.is_in_step and self.keeps_windows):
-            return None
-        return self._loop.window.begins_before(self.steps)
+        return self._loop.cursor.state(amid_sum=self._is_amid_sum)
 
     @property
     def _in_workers(self) -> list[ByClosure]:
@@ -346,28 +350,9 @@ class LoopStates:
         prepared = self._loop.prepared
         return [] if prepared is None else [each for _, each in prepared.closures]
 
-    def _left_out(self, at: str) -> int:
-        """Return how many batches of the sum of gradients that others have begun a loop that enters here leaves out."""
-        loop, job = self._loop, self._job
-        if loop.prepared is None or job.asked is None or loop.local or not loop.together:
-            return 0
-        if not loop.prepared.has_gradients:
-            return 0
-        if loop.lockstep is not None:
-            known = loop.held.is_sure or not loop.lockstep.taken
-            # the last batch is taken again
-            return loop.lockstep.back if at == "end" and known else 0
-        window = loop.window
-        if window.start is None or (loop.stepped and (at or job.asked is not Ask.COMMIT)):
-            return 0
-        steps = max(loop.at_step + 1, job.passed) if at else self.steps
-        begun, model = max(steps - window.start, 0), loop.prepared.model
-        again = self.keeps_windows and not at and begun <= model.steps_before(steps)
-        return window.carried + (0 if again else begun)
-
     def _of_closures(self) -> list[Any]:
         """Return the states of the optimizers that step in the workers."""
-        noted = self.is_in_step and self._loop.lockstep is not None
+        noted = self.is_in_step and self._loop.cursor is not None
         return [each.state(noted=noted) for each in self._in_workers]
 
     @property
@@ -379,9 +364,9 @@ class LoopStates:
         before = (
             self._job.asked is Ask.PARTS
             and self._loop.gatherer.region is Region.BEFORE
-            and self._loop.lockstep is None
+            and self._loop.cursor is None
         )
-        if self._job.asked is Ask.COMMIT or before or self.is_uncommitted:
+        if self._job.asked is Ask.COMMIT or before:
             return taken
         return max(self._loop.at_step + 1, min(self._job.passed, self._job.committed))
 
@@ -392,5 +377,12 @@ class LoopStates:
         changed = self._loop.steps.changed
         if changed is None:
             changed = self._loop.prepared.model.optimizer_spec.changed(self._loop.prepared.groups)
-        schedulers = [each.state_dict() for each in self._loop.prepared.schedulers]
+        # what a scheduler has in lists it goes on to change
+        schedulers = [copy.deepcopy(s.state_dict()) for s in self._loop.prepared.schedulers]
         return {"schedulers": schedulers, "groups": changed}
+
+
+def kept_at(top: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a user kept where a loop entered an epoch, see `LoopStates.open_epoch`."""
+    objects = {} if top["objects"] is None else unpack(top["objects"])
+    return {**objects, **top["set"]["kept"]}

@@ -19,11 +19,12 @@ from steepest.core.protocol.commit_rules import (
 )
 from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closure
+from steepest.loop.cursor import Cursor
 from steepest.loop.job_view import JobView
-from steepest.loop.lockstep import Lockstep
 from steepest.loop.losses import Losses, line_of_user
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
+from steepest.loop.sum_weights import SumWeights
 from steepest.loop.table_rows import Errand
 from steepest.validation import require_positive
 
@@ -33,7 +34,7 @@ class SteppingLoop(Trying, Protocol):
 
     job: JobView
     prepared: Prepared | None
-    lockstep: Lockstep | None
+    cursor: Cursor | None
     taken: Batch | None
     stepped: bool
     epoch: int
@@ -41,6 +42,7 @@ class SteppingLoop(Trying, Protocol):
     samples: int
     whole: int
     losses: Losses
+    weights: SumWeights
     sums: bool
     together: bool
     rule: CommitRule
@@ -192,12 +194,17 @@ class LoopSteps:
 
     def check_may_step(self) -> None:
         """Check that the loop is where it may take a step; else ConfigurationError."""
-        if self._loop.lockstep is None and (self._loop.taken is None or self._loop.stepped):
+        if self._loop.cursor is None and (self._loop.taken is None or self._loop.stepped):
             raise ConfigurationError(
                 "optimizer.step() was called "
                 + ("before the first batch" if self._loop.taken is None else "twice for one batch")
-                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
-                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
+                + ": where workers do not wait for each other, or train by themselves, each step takes the next batch "
+                'of the loader; strategy="ps" and "allreduce" let a batch have any number of steps'
+            )
+        cursor = self._loop.cursor
+        if cursor is not None and cursor.has_loader and not cursor.place.passes:
+            raise ConfigurationError(
+                "optimizer.step() before the first batch of an epoch: call it in the loop over the loader, or behind it"
             )
         if self._loop.wanted_epochs is None:
             raise ConfigurationError(
@@ -266,7 +273,7 @@ class LoopSteps:
         loop.job.turns.ask(Ask.COMMIT)
         self.lacks_batches = False
         prepared.model.clip_step = None
-        if self.edits:
+        if self.edits and loop.own_weight is None:  # else it divides by what it has said, perhaps
             self._tell_of_edits("the loop changes its gradients between backward() and step()")
         elif loop.epoch != self._hooks_looked_at:
             self._look_for_hooks(prepared)
@@ -301,12 +308,12 @@ class LoopSteps:
     def _digest(self, index: int) -> StepDigest:
         """Return what all workers' loops are to have in common in the step of an optimizer."""
         loop = self._loop
-        lockstep, taken, passes = loop.lockstep, loop.taken, len(loop.losses.found)
+        cursor, taken, passes = loop.cursor, loop.taken, len(loop.losses.found)
         # a loop may go through its batch in parts, as many as it has samples, or as the weight that it says is made of
         alike = loop.own_weight is None and loop.samples * loop.job.size == loop.whole
         known = alike and passes and not (self.lacks_batches or self.trying)
-        if lockstep is not None:
-            batch, step = lockstep.number - lockstep.has_loader, lockstep.taken
+        if cursor is not None:
+            batch, step = cursor.number - 1, cursor.place.step
         else:
             batch, step = 0 if taken is None else taken.where.step, 0
         return StepDigest(loop.epoch, batch, step, index, passes if known else None)
@@ -397,7 +404,9 @@ class LoopSteps:
     def factor(self) -> float:
         """By what a step's gradients are multiplied, for the update that is their mean by samples to be the sum."""
         loop = self._loop
-        return (loop.whole or 1) / loop.samples if loop.sums and loop.samples else 1.0
+        together = loop.cursor is not None
+        samples, whole = loop.weights.of_sum if together else (loop.samples, loop.whole or 1)
+        return whole / samples if loop.sums and samples else 1.0
 
 
 def _groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:

@@ -42,10 +42,12 @@ class Losses:
 
     Attributes:
         found: those of the last step, or of the step in progress.
+        scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`.
     """
 
     def __init__(self, loop: Averages) -> None:
         self.found: list[torch.Tensor] = []
+        self.scale = 1.0
         self._loop = loop
         self._has_looked = False
 
@@ -105,4 +107,20 @@ def _backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: 
                     f"backward() was called on a loss of shape {tuple(loss.shape)}: give one number, the mean of the "
                     "batch, such as by loss.mean() or without reduction='none'"
                 )
+        if losses.scale != 1.0:
+            grad_tensors = _scaled(tensors, grad_tensors, losses.scale)
     return _torchs_backward(tensors, grad_tensors, *arguments, **named)
+
+
+def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> Any:
+    """Return the gradients with which a backward pass begins, multiplied."""
+    outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given: list[torch.Tensor | None]
+    if grad_tensors is None:
+        given = [None] * len(outputs)
+    else:
+        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
+    return [
+        (torch.ones_like(output) if gradient is None else gradient) * scale
+        for output, gradient in zip(outputs, given, strict=True)
+    ]

@@ -43,7 +43,6 @@ from steepest.loop.session import Session
 from steepest.loop.table_rows import LoopRows
 from steepest.loop.training_data import TrainingData
 from steepest.loop.user_loop import UserLoop
-from steepest.loop.window import Again
 from steepest.loop.writes import Before, LoopWrites
 from steepest.observe.reports import Reported
 from steepest.runtime.remote_functions import name_of
@@ -163,32 +162,15 @@ class LoopModel(TorchModel):
 
     def batch_before(self, step: int) -> Any:
         """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
-        loop = self.loop
-        if (lockstep := loop.lockstep) is not None:
-            return self._to_device(lockstep.batch_before(loop.rank, loop.size))
         share = self._past_share(step - 1)
         if share is None or not share.batches:
             return self.any_batch()
-        self._seed_for(step - 1, loop.rank)
+        self._seed_for(step - 1, self.loop.rank)
         batch, _ = self._batch_of(share.batches[-1])
         return batch
 
     def _past_share(self, step: int) -> PastShare | None:
         return None if self._share_of is None else self._share_of(step)
-
-    def batch_at(self, step: int) -> Again | None:
-        """Return the worker's batch of a step of the job, see `steepest.loop.window.Batches`."""
-        share = self._past_share(step)
-        if share is None or len(share.batches) != 1:
-            return None
-        (indices,) = share.batches
-        self._seed_for(step, self.loop.rank)
-        return Again(*self._batch_of(indices), share.samples)
-
-    def full_step(self, step: int) -> int:
-        """Return the number of samples of a step of the job, if it is not the last of its epoch; 0 if not known."""
-        share = self._past_share(step)
-        return 0 if share is None else share.full
 
     def steps_before(self, step: int) -> int:
         """Return how many steps of its epoch there are before a step; 0 where that is not known."""

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from steepest.core.models.protocol import Where
 from steepest.core.optim.several import WHICH
 from steepest.loop.closures import ByClosure
-from steepest.loop.lockstep import Lockstep
+from steepest.loop.cursor import Cursor
 from steepest.observe.reports import Reported
 
 
@@ -42,16 +42,18 @@ class Progress:
     Attributes:
         ended: whether it has returned.
         epochs: that it wants in all; None where it has not entered `epochs` yet.
-        in_lockstep: whether its steps are not one for each batch, so that it counts epochs itself.
+        sees_all_batches: whether its steps are not one for each batch, so that it counts epochs itself.
         reports: since this was asked for the last time.
+        steps: that are to come if each batch has one; None where nobody knows.
         meets: whether it is to find the others behind each epoch.
         resumed: which settings of the script are others than those of the checkpoint, in words.
     """
 
     ended: bool
     epochs: int | None
-    in_lockstep: bool
+    sees_all_batches: bool
     reports: list[Reported] = field(default_factory=list)
+    steps: int | None = None
     meets: bool = False
     resumed: str = ""
 
@@ -64,7 +66,7 @@ class Prepared:
         model: made of it, for the worker; a `steepest.core.models.protocol.Model`.
         optimizers: that servers have.
         schedulers: that it steps too.
-        lockstep: where the loop is, if its steps are not one for each batch.
+        cursor: where the loop is, if its steps are not one for each batch.
         closures: those that step in each worker, with the number of what servers have in their place.
         given: what `prepare` was given, and has returned.
         sums: whether losses add up samples; their gradients over workers are to be added up too.
@@ -74,7 +76,7 @@ class Prepared:
     model: Any
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
-    lockstep: Lockstep | None = None
+    cursor: Cursor | None = None
     closures: Sequence[tuple[int, ByClosure]] = ()
     sums: bool = False
     enter: Callable[[int], None] = lambda _: None

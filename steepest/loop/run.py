@@ -142,9 +142,9 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
         while (wanted := _advance(sgd, next(numbers), creator.name)) is not None:
-            if wanted.in_lockstep:
-                shown = "lines" if progress is True else progress
-                sgd.fit(steps=ENDLESS, callbacks=[ends, *callbacks], progress=shown)
+            if wanted.sees_all_batches:
+                shown = "lines" if progress is True and not wanted.steps else progress
+                sgd.fit(steps=wanted.steps or ENDLESS, callbacks=[ends, *callbacks], progress=shown)
                 continue
             epochs = max(wanted.epochs - begun, 1)
             begun += epochs
@@ -158,6 +158,7 @@ def _end(history: History, first: int | None) -> None:
     """Have the history end before the first step in which nobody had samples, with what was reported since."""
     if first is not None:
         history.end(first)
+    history.end_epoch()
     if left := history.reports.behind_the_last_step():
         history.reported(left)
 
@@ -167,7 +168,8 @@ class _LoopNeeds:
     """What the workers' functions need next: so many epochs in all, or steps that they count themselves."""
 
     epochs: int
-    in_lockstep: bool
+    sees_all_batches: bool
+    steps: int | None
     meets: bool
 
 
@@ -185,7 +187,8 @@ def _advance(sgd: DistributedSGD, number: int, loop: str) -> _LoopNeeds | None:
     wanted = {progress.epochs for progress in going_on if progress.epochs is not None}
     return _LoopNeeds(
         max(max(wanted, default=0), epoch + 1),
-        any(progress.in_lockstep for progress in going_on),
+        any(progress.sees_all_batches for progress in going_on),
+        max(progress.steps or 0 for progress in going_on),
         any(progress.meets for progress in going_on),
     )
 

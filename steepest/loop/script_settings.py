@@ -227,7 +227,7 @@ def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
                 f"the schedule would end with a part of it: make it for {epochs * after}, such as by epochs * "
                 "math.ceil(len(data) / samples) with the samples of all workers' batches together"
             )
-            if prepared.lockstep is None:
+            if len(prepared.optimizers) == 1:
                 raise ConfigurationError(told)
             warnings.warn(told, stacklevel=2)
 

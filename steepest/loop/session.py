@@ -117,12 +117,10 @@ class Session:
             self.loop.reports.note_before(self.loop.states.rounds.said)  # that step is committed
         if here and self.job.asked is Ask.COMMIT:
             return True
-        if here and self.loop.states.is_uncommitted:
-            return False
         amid = here and self.job.asked is Ask.PARTS and self.loop.gatherer.region is Region.BEFORE
-        if not amid or self.loop.lockstep is not None:
+        if not amid or self.loop.cursor is not None:
             self.loop.give(batch)
-        if self.loop.lockstep is None:
+        if self.loop.cursor is None:
             where = (
                 batch.where
             )  # an epoch's end has the number of that where steps come in any order
@@ -148,7 +146,7 @@ class Session:
         if (rounds := self.loop.states.rounds).is_given_up:
             return rounds.given_up_is_begun()
         taken = None if self.loop.taken is None else self.loop.taken.where
-        in_batch = taken == where if self.loop.lockstep is None else self.loop.lockstep.inside
+        in_batch = taken == where if self.loop.cursor is None else self.loop.cursor.place.inside
         if self.loop.gatherer.has_lost_its_seat(in_batch=in_batch):
             return True
         if self.loop.local and taken == where and self.job.asked is not Ask.COMMIT:
@@ -221,7 +219,7 @@ class Session:
         self.loop.reports.give_back(number)
         self.job.next_epoch = max(self.job.next_epoch, epoch)
         now = self.loop.gatherer.gatherings.seat
-        amid = self.loop.lockstep is not None and self.loop.lockstep.inside
+        amid = self.loop.cursor is not None and self.loop.cursor.place.inside
         if now is not None and self.loop.gatherer.has_lost_its_seat(in_batch=amid, now=now):
             self.take_seat(now.rank, now.size)
             self.begin_anew(self.loop.states.state())
@@ -232,8 +230,9 @@ class Session:
         return Progress(
             self.has_ended,
             self.loop.wanted_epochs,
-            self.loop.in_lockstep,
+            self.loop.sees_all_batches,
             reports,
+            steps=self.loop.steps_left,
             meets=self.loop.meets and not self.loop.together,
             resumed=self.loop.resumed,
         )

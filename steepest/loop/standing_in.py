@@ -104,13 +104,18 @@ class Boundary:
         """Have no such state from now on."""
         self._state = None
 
-    def mark(self, at: str) -> None:
-        """Keep the state from which a worker that joins takes part in what is gathered from now on."""
+    def mark(self, at: str, whole: bool = False) -> None:
+        """Keep the state from which a worker that joins takes part in what is gathered from now on.
+
+        Args:
+            at: see `steepest.loop.loop_states.LoopStates.state_at`.
+            whole: whether objects that the user keeps belong to it: they may be large, and are kept in any case where
+                the loop is known to gather among its batches, and at an epoch's end.
+        """
         self._state = None
         loop = self._loop
         if loop.size > 1 and loop.meets:
-            # objects may be large: their state is kept from before only where the loop is known to gather
-            whole = at == "end" or self._gatherer.among_batches
+            whole = whole or at == "end" or self._gatherer.among_batches
             state = self._state_at(at, objects=whole)
             self._state = pack(state, loop.batches) if whole else state
 

@@ -15,7 +15,8 @@ from steepest.core.data.sampler import even_share, step_seed
 from steepest.core.models.losses import samples_of
 from steepest.data.drawn import DRAWS, Drawn
 from steepest.data.passes import DataPass, runs
-from steepest.loop.lockstep import Lockstep
+from steepest.loop.cursor import Cursor
+from steepest.loop.place import LoopPlace
 
 _KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
 
@@ -43,7 +44,7 @@ class Stream:
     ) -> None:
         self.batch_size, self.drop_last = loader.batch_size or 1, loader.drop_last
         self.contents = self._dataset = cast(Any, loader.dataset)
-        self._batches = loader.batch_size is None
+        self.of_batches = loader.batch_size is None
         self._loader = loader
         self._seed, self._outside = seed, outside
         self.size: int | None = None
@@ -81,7 +82,7 @@ class Stream:
 
     def batch_of(self, samples: list[Any]) -> Drawn:
         """Return samples as the loader's batch."""
-        if not self._batches:
+        if not self.of_batches:
             return Drawn(self._loader.collate_fn(samples), len(samples))
         batch = cast(Any, self._loader.collate_fn)(samples[0])
         if isinstance(batch, torch.Tensor):
@@ -112,84 +113,68 @@ class StreamedSource:
             yield self._stream.batch_of(samples)
 
 
-class StreamLockstep(Lockstep):
+class StreamCursor(Cursor):
     """The place of a loop over an iterable data set whose length nobody knows: all workers see where it ends."""
 
     goes_back = False
+    has_loader = True
 
     def __init__(self, stream: Stream, seed: int, whole: int | None = None) -> None:
         super().__init__(None, stream.batch_size, seed, whole)
-        self._stream = stream
-        self._offset = self._before = (
-            0  # samples of the pass before the next batch, and before the present one
-        )
+        self._stream, self.has_sizes = stream, stream.of_batches
+        # samples of the pass before the next batch, and before the present one
+        self._offset = self._before = 0
 
-    @property
-    def number(self) -> int:
-        """The number of the present batch."""
-        return self._step
-
-    @property
-    def has_loader(self) -> bool:
-        """Whether batches come of a loader."""
-        return True
-
-    def state(self) -> dict[str, Any]:
-        """Return the place, as plain values."""
-        return {**super().state(), "offset": self._offset, "before": self._before}
-
-    def adds_up(self, size: int, *, holds: bool) -> bool:
-        """Return False: what was read before is not kept, see `Lockstep.adds_up`."""
-        return False
+    def state(self, *, amid_sum: bool) -> dict[str, Any]:
+        """Return the place, see `Cursor.state`."""
+        here = {"offset": self._offset, "offset_before": self._before}
+        return {**super().state(amid_sum=amid_sum), **here}
 
     def load(self, state: Mapping[str, Any], size: int) -> bool:
-        """Go to a place, see `Lockstep.load`."""
+        """Go to where another loop is, see `Cursor.load`."""
         is_whole = super().load(state, size)
-        self._offset, self._before = state["offset"], state["before"]
-        if state["inside"]:
-            self._step -= 1
-            self._offset = self._before
+        inside = LoopPlace(*state["place"]).inside
+        self._before = state["offset_before"]
+        self._offset = self._before if inside else state["offset"]
         return is_whole
-
-    def first_epoch(self, size: int) -> int:
-        """Return the pass in which the place is."""
-        if self._offset and not self._rest(size):
-            return self._epoch + 1
-        return self._epoch
 
     def batches_before(self, size: int) -> int:
         """Return how many batches of the pass there are before the next one."""
         return self._offset // self.whole_batch(size)
 
-    def begin(self, epoch: int, size: int) -> None:
-        """Begin a pass; what is left of earlier ones is left out."""
-        if epoch != self._epoch:
-            self._epoch, self._offset = epoch, 0
+    def begin_pass(self, size: int) -> bool:
+        """Begin a pass over the loader, see `Cursor.begin_pass`."""
+        before = self.place.passed
+        goes_on = super().begin_pass(size)
+        if self.place.passed != before:
+            self._offset = 0
+        return goes_on
 
     def _rest(self, size: int) -> list[Any]:
         """Return the samples of the next batch of all workers."""
         whole = self.whole_batch(size)
         self._stream.keeps = _KEPT_STEPS * whole
-        found = self._stream.read(self._epoch, self._offset, self._offset + whole)
+        found = self._stream.read(self.place.passed - 1, self._offset, self._offset + whole)
         return [] if self._stream.drop_last and len(found) < whole else found
 
-    def has_more(self, size: int) -> bool:
-        """Return whether the pass has a further batch."""
-        self.inside = False
+    def _has_more(self, size: int) -> bool:
         return bool(self._rest(size))
 
     def batch_before(self, rank: int, size: int) -> Any:
-        """Return a worker's batch before the next one; again, it takes no place."""
-        self._step, self._offset = self._step - 1, self._before
-        return self.next_batch(rank, size)
+        """Return a batch of the worker's in a pass that is over: one that it sees does not count."""
+        found = self._rest(size)
+        begin, end = even_share(len(found), rank, size)
+        return self._stream.batch_of(found[begin:end] or found[:1])
 
     def next_batch(self, rank: int, size: int) -> Any:
-        """Return a worker's next batch, see `Lockstep.next_batch`."""
+        """Return a worker's batch, see `Cursor.next_batch`."""
         found = self._rest(size)
         begin, end = even_share(len(found), rank, size)
         batch, samples = self._stream.batch_of(found[begin:end] or found[:1])
         self.samples, self.whole = samples if end > begin else 0, len(found)
         self._before, self._offset = self._offset, self._offset + len(found)
-        self._step += 1
-        self.inside, self.taken = True, 0
+        self.is_at_last = not self._has_more(size)
         return batch
+
+    def load_ahead(self, rank: int, size: int, seed: Callable[[int], None]) -> None:
+        """Do nothing: samples are read ahead, to see whether there are any."""

@@ -20,7 +20,7 @@ class Counts(Protocol):
         ...
 
     @property
-    def in_lockstep(self) -> bool:
+    def sees_all_batches(self) -> bool:
         """Whether the loop's steps are not one for each batch."""
         ...
 
@@ -78,7 +78,7 @@ class Ticks:
 
     def tick(self, *arguments: Any, **named: Any) -> None:
         """Step the scheduler as often as the job has stepped, if it is stepped by step."""
-        if self._loop.in_lockstep:
+        if self._loop.sees_all_batches:
             self._step(*arguments, **named)
             return
         now, batches = self._loop.at_update, self._loop.batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,33 +17,33 @@ from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
 from steepest.core.protocol.commit_rules import CommitRule, needs_all
 from steepest.errors import ConfigurationError
+from steepest.loop.cursor import Cursor, Pass
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
 from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept
 from steepest.loop.kept_values import finder
-from steepest.loop.lockstep import Lockstep
-from steepest.loop.loop_states import LoopStates, Rounds
+from steepest.loop.loop_states import LoopStates, Rounds, kept_at
 from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, watched
 from steepest.loop.mistakes import explained
 from steepest.loop.outgoing_reports import OutgoingReports
+from steepest.loop.place import LoopPlace
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
 from steepest.loop.script_settings import ScriptSettings, check_lengths
 from steepest.loop.standing_in import StandIn
+from steepest.loop.sum_weights import SumWeights
 from steepest.loop.ticks import Schedules
 from steepest.loop.torch_clipping import watched as clipping_watched
 from steepest.loop.torch_scaling import watched as scaling_watched
 from steepest.loop.turns import Turns
 from steepest.loop.unseen import Unseen, noted
-from steepest.loop.window import Window
 from steepest.observe.reports import Reported
 
 _local = threading.local()
 _running: list[UserLoop] = []  # in this process
-_TOP = 3  # in place of a Region: before an epoch's first batch
 
 
 class UserLoop:
@@ -60,7 +60,7 @@ class UserLoop:
     Attributes:
         states: what another worker goes on with.
         steps: those of its optimizers.
-        prepared: what the function has given to `prepare`; `lockstep` and `sums` are of that.
+        prepared: what the function has given to `prepare`; `cursor` and `sums` are of that.
         taken: the last batch that the loop took; `stepped` says whether its step was taken.
         own_weight: what the last batch weighs, if the loop has said it.
         weight, samples, whole, losses: of the batches of the last step, or of the step in progress: what they weigh,
@@ -91,10 +91,8 @@ class UserLoop:
         self.prepared: Prepared | None = None
         # of that, as it is asked for often: where the loop is, if its steps are not one for each batch; whether losses
         # add up samples
-        self.lockstep: Lockstep | None = None
+        self.cursor: Cursor | None = None
         self.sums = False
-        # batches of the epoch before the next one, where the loop enters in its middle
-        self.first = 0
         self.arriving: dict[str, Any] | None = None  # a state, until the loop is entered
         self.calls = ReportCalls()
         self.reports = OutgoingReports()
@@ -124,9 +122,9 @@ class UserLoop:
         self.schedules = Schedules(self)
         self.settings: ScriptSettings | None = None
         self.resumed = ""
-        self.window = Window()  # of batches since the last step
         self.held = HeldGradients()
-        self._go_back_to: Sequence[int] | None = None  # to where that of the others begins
+        self.weights = SumWeights()
+        self._passes = 0  # backward passes since the last step, when the present batch began
         self._enters = True  # whether no batch was taken yet
         self.states = LoopStates(self, self.job)
         self._stand_in = StandIn(self)
@@ -167,9 +165,10 @@ class UserLoop:
     @property
     def leaves_early(self) -> bool:
         """Whether gradients may leave during the backward pass."""
-        if self.lockstep is not None or self.sums:
-            return False
-        return self.prepared is None or not self.prepared.closures
+        prepared = self.prepared
+        if self.sums or prepared is None:
+            return not self.sums
+        return not prepared.closures and len(prepared.optimizers) == 1
 
     # -- for the user's function ---------------------------------------------------------------
 
@@ -194,9 +193,16 @@ class UserLoop:
         return self.job.asked is not None
 
     @property
-    def in_lockstep(self) -> bool:
+    def sees_all_batches(self) -> bool:
         """Whether the loop's steps are not one for each batch."""
-        return self.lockstep is not None
+        return self.cursor is not None
+
+    @property
+    def steps_left(self) -> int | None:
+        """How many steps are to come if each batch has one; None where nobody knows, as before the loop is entered."""
+        if self.cursor is None or self.wanted_epochs is None:
+            return None
+        return self.cursor.steps_left(self.wanted_epochs, self.job.size)
 
     @property
     def is_over(self) -> bool:
@@ -241,7 +247,7 @@ class UserLoop:
         if self.prepared is not None and self.arriving is not None:  # the function has begun anew
             self.prepared.model.adopt(prepared.model)
             prepared = replace(prepared, model=self.prepared.model)
-        self.prepared, self.lockstep, self.sums = prepared, prepared.lockstep, prepared.sums
+        self.prepared, self.cursor, self.sums = prepared, prepared.cursor, prepared.sums
         self.held = HeldGradients(prepared.optimizers)
         self.steps.take_over(prepared)
         if prepared.closures:
@@ -277,9 +283,8 @@ class UserLoop:
                 self.epoch, self.arriving["epoch"]
             )  # behind which others wait for this worker
         self._left = self.epoch - 1
-        lockstep = self.prepared.lockstep
-        if lockstep is not None:
-            yield from self._locked_epochs(lockstep, count, first)
+        if (cursor := self.prepared.cursor) is not None:
+            yield from self._epochs_together(cursor, count, first)
             return
         from_the_start = self.arriving is None or not self.arriving["batches"]
         if self.arriving is not None and self.arriving["at"]:
@@ -290,51 +295,70 @@ class UserLoop:
         before = (self.job.passed if arrived or pending is None else pending.where.step) - 1
         self._begin_ticks(before)
         while self.epoch < count:
-            self._seed_for(self.epoch, region=_TOP)
+            self._seed_for(self.epoch, region=Region.TOP)
             self.prepared.enter(first + self.epoch)
             yield first + self.epoch
             if from_the_start:
                 self.steps.check_any_taken(self.epoch)
             self.epoch += 1
 
-    def _locked_epochs(self, lockstep: Lockstep, count: int, first: int) -> Iterator[int]:
-        assert self.prepared is not None
+    def _epochs_together(self, cursor: Cursor, count: int, first: int) -> Iterator[int]:
+        """Yield the numbers of epochs whose batches all workers see."""
+        prepared = self.prepared
+        assert prepared is not None
         from_the_start = self.arriving is None or not self.arriving["batches"]
         if self.arriving is not None:
-            self.prepared.tell_schedulers()
-            is_whole = True
-            if (where := self.arriving["lockstep"]) is not None:
-                self.prepared.enter(
-                    first + where["epoch"]
-                )  # a stream may be read to see whether it is over
-                is_whole = lockstep.load(where, self.job.size)
-                self._tell_of_other_size(holds=not is_whole and where["is_sure"])
-            if self.arriving["at"] == "end":
-                self._begin_to_stand_in(self.arriving)
-            elif not lockstep.skip:
-                self._take(self.arriving)
-            elif entries := self.arriving.get("entries"):  # not in checkpoints of before
-                self._set_by_hand(entries[0 if is_whole else 1], settings=self.arriving["settings"])
-        if not self.stands_in:
-            self.epoch = lockstep.first_epoch(self.job.size)
+            self._arrive_amid(cursor, self.arriving, first)
+        self.epoch = cursor.place.epoch
         while self.epoch < count:
-            if not lockstep.has_loader:
-                self._begin_sum(lockstep)
-            elif not (self._holds_gradients or self.held.holds):
-                self.states.begin_step()
-            lockstep.begin(self.epoch, self.job.size)
-            self.gatherer.enter(Region.BEFORE, lockstep.number)
+            cursor.begin(self.epoch)
+            if cursor.has_loader:
+                self.gatherer.enter(Region.TOP, cursor.number)
+                self.states.open_epoch()
+            else:
+                self._begin_batch(cursor)
+                self.gatherer.enter(Region.BEFORE, cursor.number)
             self.states.boundary.leave()
             self.batches += 1
             self.own_weight = None
-            self._seed_for(self.epoch, region=_TOP)
-            self.prepared.enter(first + self.epoch)
+            if not cursor.has_loader:
+                self._weigh_batch(cursor)
+            self._seed_for(self.epoch, region=Region.TOP)
+            prepared.enter(first + self.epoch)
             yield first + self.epoch
             # rounds of a loop without a loader may add up gradients for a step in a later one
-            if from_the_start and (lockstep.has_loader or self.epoch == count - 1):
+            if from_the_start and (cursor.has_loader or self.epoch == count - 1):
                 self.steps.check_any_taken(self.epoch)
             self.epoch += 1
-        lockstep.end(count)
+        cursor.end(count)
+
+    def _arrive_amid(self, cursor: Cursor, state: dict[str, Any], first: int) -> None:
+        """Go to the epoch in which others are, and set what they had at its beginning."""
+        prepared, where = self.prepared, state.get("cursor")
+        assert prepared is not None
+        if where is None:
+            raise ConfigurationError(
+                "the state to go on from is that of a loop of an older version, or of a strategy under which workers "
+                "do not wait for each other: begin with its weights, by model.load_state_dict(), and other checkpoints"
+            )
+        prepared.tell_schedulers()
+        prepared.enter(first + LoopPlace(*where["place"]).epoch)  # a stream may be read
+        is_whole = cursor.load(where, self.job.size)
+        self._tell_of_other_size(holds=not is_whole and where["is_sure"])
+        self.arriving = {**state, "entry": state["entries"][0 if is_whole else 1]}
+        self.states.tops = {int(epoch): top for epoch, top in state["tops"].items()}
+        if not cursor.is_amid_epoch:
+            self._come_to_place(cursor)
+        elif (top := self.states.tops.get(cursor.place.epoch)) is not None:
+            self._set_by_hand({**top["set"], "kept": kept_at(top)}, settings=state["settings"])
+
+    def _come_to_place(self, cursor: Cursor) -> None:
+        """Set what others have where they are, now that the loop has come to their batch."""
+        assert self.arriving is not None
+        if cursor.skip:
+            self._set_by_hand(self.arriving["entry"], settings=self.arriving["settings"])
+        else:
+            self._take(self.arriving)
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Set what has arrived, now that all is there of which it is the state."""
@@ -353,17 +377,8 @@ class UserLoop:
             each.optimizer.load_state_dict(own)
         if state.get("local", 0) == self.local:  # else schedulers have counted something else
             self.schedules.restore(state)
-        self._go_back_to = state.get("window")
         if self.kept is not None:
             self.kept.load(state["kept"], finder(self._function))
-        if left_out := state.get("left_out", 0):
-            warnings.warn(
-                f"worker {self.job.rank} enters the loop while gradients of several batches are added up for one step: "
-                f"what a dead worker had of the {left_out} before is missing in that step. With "
-                "steepest.prepare(..., any_steps=True) they would be taken again, unless it died where others gather "
-                "behind an epoch",
-                stacklevel=2,
-            )
 
     def _set_by_hand(
         self, state: Mapping[str, Any], *, settings: Mapping[str, Any], kept: bool = True
@@ -375,6 +390,8 @@ class UserLoop:
             settings: of the script of which it is.
             kept: whether to set that too.
         """
+        if (weights := state.get("weights")) is not None:
+            self.weights.load(weights)
         if state["groups"]:
             assert self.settings is not None
             self.resumed = self.settings.go_on(settings, state, self.schedules.steps)
@@ -397,7 +414,7 @@ class UserLoop:
         """Return the worker's batch of the step before, see `steepest.loop.standing_in.Joins`."""
         assert self.prepared is not None
         found = self.prepared.model.batch_before(self.job.passed)
-        self._seed_for(self.lockstep.number if self.lockstep else self.job.passed - 1)
+        self._seed_for(self.job.passed - 1)
         return found
 
     def take_arrived(self, *, after_step: bool) -> None:
@@ -419,9 +436,8 @@ class UserLoop:
 
     @property
     def counts(self) -> bool:
-        """Whether what the loop gives counts: it does not stand in, and the others are no further."""
-        lockstep = self.lockstep
-        return not (self.stands_in or (lockstep is not None and lockstep.skip))
+        """Whether what the loop gives counts: it has come to where the others are."""
+        return self.arriving is None and not self.stands_in
 
     @property
     def stands_in(self) -> bool:
@@ -437,10 +453,15 @@ class UserLoop:
         return max(done, self.job.passed) + 1  # in the last ones it may have had no samples
 
     @property
+    def passes_by(self) -> bool:
+        """Whether the loop is in a pass over its loader that the others have left behind them."""
+        return self.cursor is not None and self.cursor.passes_by
+
+    @property
     def has_samples(self) -> bool:
         """Whether the worker has samples in the present batch."""
-        if self.lockstep is not None:
-            return self.lockstep.samples != 0
+        if self.cursor is not None:
+            return self.cursor.samples != 0
         return self.taken is None or self.taken.samples > 0
 
     @property
@@ -468,35 +489,32 @@ class UserLoop:
         self.kept = Kept(objects)
         return self.kept
 
-    def next_batch(self) -> Any:
-        """Return the next batch of the present epoch; StopIteration at its end."""
+    def next_batch(self, own: Pass) -> Any:
+        """Return the next batch of a pass over the loader; StopIteration at its end."""
         if self.wanted_epochs is None:
             raise ConfigurationError(
                 "the loader was iterated over outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` "
                 "around the loop, so that a worker that joins later knows where the job is"
             )
         assert self.prepared is not None
+        if self.cursor is not None:
+            return self._next_of_pass(self.cursor, own)
         if (again := self._stand_in.next_batch()) is not None:
-            self._enters, self.first = False, self.prepared.model.steps_before(self.job.passed - 1)
+            self._enters = False
+            own.first = self.prepared.model.steps_before(self.job.passed - 1)
             return again[0]
-        if self.lockstep is not None:
-            return self._next_locked(self.lockstep)
         pending = self._next_pending()
-        if (back := self._batch_again(pending)) is not None:
-            return back
+        if self._enters:
+            self._enters = False
+            if self.together:
+                own.first = self.prepared.model.steps_before(pending.where.step)
         pending = self.prepared.model.loaded(pending)
         self._seed_for(pending.where.step, part=pending.where.part[0])
         taken = None if self.taken is None else self.taken.where
         new = taken is None or taken.step != pending.where.step
         if self.local and not self.together:
             new = self.states.rounds.opens()
-        opens = self.window.opens(
-            pending.where, stepped=self.stepped, size=self.job.size, whole=pending.whole
-        )
-        if not opens and self.window.size != self.job.size:
-            self.window.size = self.job.size
-            self._tell_of_other_size(holds=self._holds_gradients)
-        if new and (opens or not self.states.keeps_windows):
+        if new:
             self.states.begin_step()
         if new and self.local:
             self.states.begin_round(pending.where.step)
@@ -544,38 +562,9 @@ class UserLoop:
         self.calls.weight += samples
         self._batch_weight, self.own_weight = float(samples), None
 
-    def _batch_again(self, pending: Batch) -> Any:
-        """Return a batch that others have taken since their last step, where the loop enters after it; else None."""
-        if self._enters and self.together:
-            assert self.prepared is not None
-            self._enters, back_to = False, self._go_back_to if self.states.keeps_windows else None
-            self.first = self.window.go_back(back_to, pending.where, self.prepared.model)
-            self.window.size = self.job.size
-            given_up = back_to is not None and back_to[0] < pending.where.step
-            self._tell_of_other_size(holds=given_up and not self.window.until)
-        if not self.window.until:
-            return None
-        found = self.window.again()
-        if found is None:
-            self.window.until = 0
-            return None
-        step, back = found
-        self._seed_for(step)
-        if back.is_first:
-            self.states.begin_step()
-        self.whole += back.whole
-        self._count(back.samples)
-        return back.data
-
-    def take_first(self) -> int:
-        """Return how many batches of the epoch there are before the one that was taken; 0 for all but the first."""
-        first, self.first = self.first, 0
-        return first
-
     def _end_epoch(self) -> None:
         """Raise StopIteration: the epoch has no further batch."""
-        locked = self.lockstep
-        number = locked.number if locked is not None else max(self.at_step + 1, self.job.passed)
+        number = max(self.at_step + 1, self.job.passed)
         if not self.together:  # each has had another step last
             number = self.epoch + 1
         self._left = self.epoch
@@ -586,39 +575,90 @@ class UserLoop:
             self.calls.end_epoch()
         raise StopIteration
 
-    def _next_locked(self, lockstep: Lockstep) -> Any:
-        """Return the next batch of a loop whose steps are not one for each batch."""
-        if not lockstep.has_more(self.job.size):
-            self._end_epoch()
-        while self.pending is None and not lockstep.skip:
+    def _next_of_pass(self, cursor: Cursor, own: Pass) -> Any:
+        """Return the next batch of a pass over the loader, of all workers' batches."""
+        if own.is_over:
+            raise StopIteration
+        if not own.begun:
+            self._begin_pass(cursor, own)
+            if own.is_over:
+                return self.on_device(cursor.batch_before(self.job.rank, self.job.size))
+        elif own.number != cursor.place.passed:
+            raise ConfigurationError(
+                "the loop goes on with a pass over the loader after it has begun another one: go through one at a time"
+            )
+        else:
+            cursor.go_on_with_pass()
+        if not cursor.has_more(self.job.size):
+            if self.gatherer.region is not Region.END:
+                self.gatherer.enter(Region.END, cursor.number)
+                self._seed_for(cursor.number, 0, Region.END)
+            own.is_over = True
+            raise StopIteration
+        while self.pending is None and not cursor.skip:
             self.job.turns.ask(Ask.BATCH)
-        self._seed_for(lockstep.number + 1)
-        if self._enters:
-            self._enters, self.first = False, lockstep.batches_before(self.job.size)
-        self._begin_sum(lockstep)
-        batch = lockstep.next_batch(self.job.rank, self.job.size)
-        self.states.boundary.leave()
-        self.gatherer.enter(Region.BEFORE, lockstep.number)
+        self._begin_batch(cursor)
+        self._seed_for_loading(cursor.number)
+        batch = cursor.next_batch(self.job.rank, self.job.size)
+        self._seed_for(cursor.number)
+        if cursor.is_at_last:
+            self.states.boundary.mark("", whole=True)
+        else:
+            self.states.boundary.leave()
+        self.gatherer.enter(Region.BEFORE, cursor.number)
         self.gatherer.order = []
         self.batches += 1
         self.own_weight = None
-        self.calls.weight += lockstep.samples or 0
-        return self.prepared.model.on_device(batch) if self.prepared is not None else batch
+        self.calls.weight += cursor.samples or 0
+        self._weigh_batch(cursor)
+        return self.on_device(batch)
 
-    def _begin_sum(self, lockstep: Lockstep) -> None:
+    def _weigh_batch(self, cursor: Cursor) -> None:
+        """Note what the present batch, or round, weighs in a sum of gradients of several."""
+        learned, self._passes = len(self.losses.found) > self._passes, len(self.losses.found)
+        samples = 1.0 if cursor.samples is None else float(cursor.samples)
+        known = 0 if cursor.samples is None or cursor.has_sizes else cursor.whole
+        self.weights.begin(samples, known, self.job.size, sums=self.sums, learned=learned)
+        self.weight, self.losses.scale = self.weights.weight, self.weights.scale
+        if (factor := self.weights.rescale) is None or self.prepared is None:
+            return
+        if self.prepared.model.tables:
+            raise ConfigurationError(
+                "gradients of batches of different sizes are added up, of a model with embedding tables "
+                f"({self.prepared.model.tables[0].name!r}): give the loader drop_last=True, or step before the last one"
+            )
+        with torch.no_grad():
+            for parameter in (each for own in self.prepared.trained() for each in own):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _begin_pass(self, cursor: Cursor, own: Pass) -> None:
+        """Begin a pass over the loader; one that the others have left behind them is over behind one batch."""
+        own.begun, enters = True, cursor.is_amid_epoch
+        if not cursor.begin_pass(self.job.size):
+            own.is_over = True
+            return
+        own.number = cursor.place.passed
+        if enters:
+            self._come_to_place(cursor)
+            own.first = cursor.batches_before(self.job.size)
+        else:
+            self.states.close_top()
+
+    def _begin_batch(self, cursor: Cursor) -> None:
         """Note that the next batch, or round, begins, whose gradients may be added to those of batches before."""
-        holds = self.held.begin_batch() or (not lockstep.taken and self._holds_gradients)
-        lockstep.is_sure = self.held.is_sure
-        if lockstep.has_other_size(self.job.size):
-            self._tell_of_other_size(holds=lockstep.is_sure)
-        if lockstep.adds_up(self.job.size, holds=holds):
+        holds = self.held.begin_batch() or (not cursor.place.step and self._holds_gradients)
+        cursor.is_sure = self.held.is_sure
+        if cursor.has_other_size(self.job.size):
+            self._tell_of_other_size(holds=cursor.is_sure)
+        if cursor.adds_up(self.job.size, holds=holds):
             self.states.begin_batch()
         else:
             self.states.begin_sum()
 
     def _tell_of_other_size(self, *, holds: bool) -> None:
         """Warn, if the loop holds gradients: other workers had a part of the batches of which these are."""
-        if holds and self.together and not self.local:
+        if holds:
             warnings.warn(
                 f"worker {self.job.rank}: there are {self.job.size} workers now, another number than when the first of "
                 "the batches was taken whose gradients are added up for one step: it lacks what workers that have left "
@@ -626,11 +666,11 @@ class UserLoop:
                 stacklevel=2,
             )
 
-    def _end_sum(self, lockstep: Lockstep, index: int) -> None:
+    def _end_sum(self, cursor: Cursor, index: int) -> None:
         """Note that an optimizer has stepped, and with that perhaps used up the gradients of batches before."""
         self.held.step(index)
-        if lockstep.back and not self.held.awaited:
-            lockstep.forget_before()
+        if cursor.back and not self.held.awaited:
+            cursor.forget_before()
             self.states.forget_before()
 
     @property
@@ -644,14 +684,16 @@ class UserLoop:
             raise ConfigurationError(
                 "steepest.weight() with steepest.prepare(..., reduction='sum'): sums are not weighed; leave one out"
             )
-        if self.lockstep is not None:
-            before = self._weight_of(self.lockstep) if self.lockstep.samples is not None else 0.0
+        if self.cursor is not None:
+            before = self._weight_of(self.cursor) if self.cursor.samples is not None else 0.0
             if self.own_weight is not None:
                 before = self.own_weight
             self.own_weight = checked_weight(weight)
+            self.weights.say(self.own_weight)
+            self.weight = self.weights.weight
             self.calls.weight += self.own_weight - before
             return
-        if self.taken is None and not self.window.goes_back:
+        if self.taken is None:
             raise ConfigurationError(
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
@@ -663,34 +705,37 @@ class UserLoop:
     @property
     def present_weight(self) -> float:
         """What the present batch weighs."""
-        return self._batch_weight if self.lockstep is None else self._weight_of(self.lockstep)
+        return self._batch_weight if self.cursor is None else self._weight_of(self.cursor)
 
     def passes_over_step(self, index: int) -> bool:
         """Return whether an optimizer's step is not taken here: it does not count, or is committed already."""
-        if self._stand_in.step() or self.window.goes_back:
+        if self._stand_in.step():
             return True
-        lockstep = self.lockstep
-        if lockstep is None or not lockstep.skip:
+        cursor = self.cursor
+        if cursor is None or not (cursor.skip or cursor.is_amid_epoch):
             return False
-        lockstep.skip -= 1
-        lockstep.taken += 1
-        self._end_sum(lockstep, index)
-        self._seed_for(lockstep.number, lockstep.taken)
+        if cursor.is_amid_epoch:  # of what the others have left behind them
+            return True
+        cursor.take_step()
+        self.weights.step()
+        self._passes = 0
+        self._end_sum(cursor, index)
+        self._seed_for(cursor.number, cursor.place.step)
         self.losses.found = []
-        if not lockstep.skip and self.arriving is not None:  # the next one is taken with the others
+        if not cursor.skip and self.arriving is not None:  # the next one is taken with the others
             self._take(self.arriving)
             self.states.begin_step()
         return True
 
     def begin_step(self) -> None:
         """Note that a step is about to be taken, with the job's next batch where the loop counts steps itself."""
-        if (lockstep := self.lockstep) is not None:
+        if (cursor := self.cursor) is not None:
             while self.pending is None:
                 self.job.turns.ask(Ask.BATCH)
             self.taken, self.pending = self.pending, None
-            self.weight = self._weight_of(lockstep)
-            self.samples = 1 if lockstep.samples is None else lockstep.samples
-            self.whole = self.job.size if lockstep.samples is None else lockstep.whole
+            self.weight = self.weights.weight
+            self.samples = 1 if cursor.samples is None else cursor.samples
+            self.whole = self.job.size if cursor.samples is None else cursor.whole
         if self.local and self.taken is not None:
             self.schedules.catch_up(self._own_updates(self.taken.where) - 1)
         self.stepped = True
@@ -699,17 +744,32 @@ class UserLoop:
         """Note that a step of an optimizer is committed, and the loop goes on behind it."""
         self.weight, self.samples, self.whole = 0.0, 0, 0
         self.losses.found = []
-        if (lockstep := self.lockstep) is not None:
-            lockstep.taken += 1
-            self._end_sum(lockstep, index)
+        if (cursor := self.cursor) is not None:
+            cursor.take_step()
+            self.weights.step()
+            self._passes = 0
+            self._end_sum(cursor, index)
             self.states.begin_step()
-            self._seed_for(lockstep.number, lockstep.taken)
-            self.gatherer.gatherings.drop_before(lockstep.first_number)
+            self._seed_for(cursor.number, cursor.place.step)
+            self.gatherer.gatherings.drop_before(cursor.first_number)
+            if cursor.is_at_last or self.gatherer.among_batches:
+                self.states.boundary.mark("", whole=True)
+            else:
+                self.states.boundary.leave()
         else:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
             assert self.taken is not None
             self._seed_for(self.taken.where.step, 1, part=self.taken.where.part[0])
-        self.states.boundary.mark("" if lockstep is not None else "after")
+            self.states.boundary.mark("after")
+
+    def load_ahead(self) -> None:
+        """Load the batch behind that whose step the function awaits."""
+        if self.cursor is not None and self.job.asked is Ask.COMMIT and self.arriving is None:
+            self.cursor.load_ahead(self.job.rank, self.job.size, self._seed_for_loading)
+
+    def _seed_for_loading(self, number: int) -> None:
+        """Seed all generators for loading a batch, which may be done before its turn."""
+        seed_everything(step_seed(self.seed, number, self.job.rank))
 
     def _seed_for(
         self, number: int, taken: int = 0, region: int = 0, part: int | None = None
@@ -719,17 +779,17 @@ class UserLoop:
         Args:
             number: of the batch, or round, see `GatheringPlace`; of the epoch at its top.
             taken: steps that are taken of it.
-            region: Region.END behind an epoch, `_TOP` before its first batch.
+            region: Region.END behind an epoch, Region.TOP before its first batch.
             part: of the batch that is the worker's; its rank, if that is left out.
         """
         salted = self.seed + ((4 * taken + region + 1) << 32)  # loading a batch is seeded without
         seed_everything(step_seed(salted, number, self.job.rank if part is None else part))
 
-    def _weight_of(self, lockstep: Lockstep) -> float:
+    def _weight_of(self, cursor: Cursor) -> float:
         """Return what the present batch weighs in a step."""
         if self.own_weight is not None:
             return self.own_weight
-        return 1.0 if lockstep.samples is None else float(lockstep.samples)
+        return 1.0 if cursor.samples is None else float(cursor.samples)
 
     @property
     def averaged(self) -> int:
@@ -737,8 +797,8 @@ class UserLoop:
         averages = self.steps.averages and not self.sums
         if not averages or not self.has_entered or self.own_weight is not None:
             return 0
-        if self.lockstep is not None:
-            return self.lockstep.samples or 0
+        if self.cursor is not None:
+            return self.cursor.samples or 0
         return self.taken.samples if self.taken is not None and self.weight == self.samples else 0
 
     @property

@@ -177,23 +177,40 @@ class History(Sequence[dict[str, Any]]):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def stepped(self, result: StepResult, figures: Figures, *, ends_epoch: bool) -> None:
+    def stepped(self, result: StepResult, figures: Figures, *, ends_epoch: bool | None) -> None:
         """Add a committed step; rows of this and later steps are replaced.
 
         Args:
             result: of the step.
             figures: of the job.
-            ends_epoch: whether its epoch ends with this step, and gets a row too.
+            ends_epoch: whether its epoch ends with this step, and gets a row too; None where that is known only by a
+                step of the next one, or by `end_epoch`.
         """
         with self._lock:
             self._take_events()
             self._cut(result.step)
+            if ends_epoch is None:
+                self._end_epoch(result.epoch)
             self._add("step", result.step, system().time(), result, figures)
             if ends_epoch:
                 self._add("epoch", result.step, system().time(), self._epoch(result.epoch))
             while self._awaited and self._awaited[0].step <= result.step:
                 row = self._awaited.pop(0)
                 self._add(row.kind, row.step, row.time, row.what)
+
+    def end_epoch(self) -> None:
+        """Add the row of the epoch of the last step, unless it is there."""
+        with self._lock:
+            self._end_epoch(None)
+
+    def _end_epoch(self, following: int | None) -> None:
+        """Add the row of the last step's epoch, unless it is there, or the following step is of it."""
+        last = next((row for row in reversed(self._rows) if row.kind in ("step", "epoch")), None)
+        if last is None or last.kind == "epoch":
+            return
+        epoch = last.as_dict()["epoch"]
+        if epoch not in (None, following):
+            self._add("epoch", last.step, system().time(), self._epoch(epoch))
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         """Add an evaluation after so many committed steps, unless there is one with the same result."""

@@ -113,11 +113,10 @@ def train(data: Dataset[Any], **prepare: Any) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("data", [Files, Stream])
-def test_workers_of_a_loop(data: Callable[[list[str]], Dataset[Any]], any_steps: bool) -> None:
+def test_workers_of_a_loop(data: Callable[[list[str]], Dataset[Any]]) -> None:
     with quiet(), pytest.raises(ModelError, match=WRONG):
-        run(lambda: train(data(reversed_on(steepest.rank())), any_steps=any_steps), 2)
+        run(lambda: train(data(reversed_on(steepest.rank()))), 2)
 
 
 class Filled(Files):
@@ -138,13 +137,12 @@ class Filled(Files):
         )
 
 
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_an_array_that_is_filled_as_samples_are_read_is_no_order(any_steps: bool) -> None:
+def test_an_array_that_is_filled_as_samples_are_read_is_no_order() -> None:
     """Of a worker that joins later, too."""
 
     def script() -> None:
         made.append(steepest.rank())
-        train(Filled(FILES, seed=len(made)), any_steps=any_steps)
+        train(Filled(FILES, seed=len(made)))
 
     made: list[int] = []
     with quiet():

@@ -109,13 +109,11 @@ ALIKE = {
     "token weights": Script(with_token_weights),
     "sums": Script(adding_up, optimizer=sgd(lr=0.02, momentum=0.9), reduction="sum"),
     "sums, several steps for a batch": Script(
-        adding_up_often, optimizer=sgd(lr=0.02), any_steps=True, reduction="sum"
+        adding_up_often, optimizer=sgd(lr=0.02), reduction="sum"
     ),
     "the order of the data set": Script(plain, optimizer=sgd(momentum=0.9), shuffles=False),
-    "several steps for a batch": Script(
-        several_passes, optimizer=sgd(momentum=0.9), any_steps=True
-    ),
-    "several steps in order": Script(several_passes, shuffles=False, any_steps=True),
+    "several steps for a batch": Script(several_passes, optimizer=sgd(momentum=0.9)),
+    "several steps in order": Script(several_passes, shuffles=False),
 }
 
 
@@ -187,25 +185,16 @@ def test_a_sum_by_hand_that_is_said_to_be_one_equals_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "strategy", "any_steps"),
-    [
-        (1, "ps", False),
-        (2, "ps", False),
-        (3, "allreduce", False),
-        (2, "simple", False),
-        (2, "ps", True),
-    ],
+    ("workers", "strategy"), [(1, "ps"), (2, "ps"), (3, "allreduce"), (2, "simple")]
 )
-def test_a_batch_without_a_gradient_counts_as_zero(
-    workers: int, strategy: str, any_steps: bool
-) -> None:
+def test_a_batch_without_a_gradient_counts_as_zero(workers: int, strategy: str) -> None:
     """On the worker that has it, as samples do of which nothing is learned beside others in one batch."""
     lacking = []
 
     def loop(parts: Parts, epochs: int) -> None:
         of_some_samples(parts, epochs, lacking)
 
-    script = Script(loop, optimizer=sgd(momentum=0.9), any_steps=any_steps)
+    script = Script(loop, optimizer=sgd(momentum=0.9))
     assert difference(run(script, workers, strategy).weights, script.alone(workers)) < 1e-12
     assert True in lacking
     assert False in lacking
@@ -293,10 +282,9 @@ def test_losses_are_in_the_history() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_what_is_reported_behind_the_last_step_has_a_row(any_steps: bool, tmp_path: Path) -> None:
+def test_what_is_reported_behind_the_last_step_has_a_row(tmp_path: Path) -> None:
     """Such as the accuracy of the last epoch: in the history, its file, the page and what loggers are given."""
-    script, folder = Script(reporting, any_steps=any_steps), tmp_path / "run"
+    script, folder = Script(reporting), tmp_path / "run"
 
     def once(logger: Memory) -> tuple[list[dict[str, Any]], dict[str, float]]:
         with Simulation(seed=1).running():
@@ -504,7 +492,7 @@ def reporting(parts: Parts, epochs: int) -> None:
 
 
 def test_reports_are_means_by_samples_over_the_workers() -> None:
-    script = Script(reporting)
+    script = Script(reporting, data=samples(12))  # no batch has fewer samples than workers
     found = run(script, 3)
     whole = script.data[1][:, 0].mean().item()
     assert [row["epoch"] for row in found.reports] == [0.0, 1.0, 2.0]
@@ -525,10 +513,9 @@ def reporting_losses(parts: Parts, epochs: int) -> None:
             steepest.report(loss=loss)
 
 
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_reports_are_means_by_what_batches_weigh(any_steps: bool) -> None:
+def test_reports_are_means_by_what_batches_weigh() -> None:
     """So that they do not depend on how many workers take the same batches."""
-    script = Script(reporting_losses, any_steps=any_steps, data=samples(16))
+    script = Script(reporting_losses, data=samples(16))
     two, four = (run(script, n, global_batch_size=4).reports for n in (2, 4))
     assert len(two) == 12
     assert [row["loss"] for row in four] == pytest.approx([row["loss"] for row in two], rel=1e-12)
@@ -685,14 +672,6 @@ def unprepared() -> None:
     """Returns before prepare."""
 
 
-def twice(parts: Parts, epochs: int) -> None:
-    for _ in steepest.epochs(epochs):
-        for x, y in parts.loader:
-            nn.functional.mse_loss(parts.model(x), y).backward()
-            parts.optimizer.step()
-            parts.optimizer.step()
-
-
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
@@ -754,12 +733,6 @@ def without_epochs(parts: Parts, epochs: int) -> None:
     for _ in range(epochs):
         for _ in parts.loader:
             pass
-
-
-def left_early(parts: Parts, epochs: int) -> None:
-    for _ in steepest.epochs(epochs):
-        for _ in parts.loader:
-            break
 
 
 def prepared_again(parts: Parts, epochs: int) -> None:
@@ -832,7 +805,6 @@ WRONG = {
     "reduction='median': give 'mean' or 'sum'": Script(plain, reduction="median"),
     "returned without calling steepest.prepare": unprepared,
     "worker of a run: start a script that calls it by `python`": nested,
-    r"step\(\) was called twice for one batch": Script(twice),
     "no parameter has a gradient: call loss.backward": Script(without_backward),
     r"'SGD' object is not iterable: steepest.prepare\(\) returns its arguments": in_another_order,
     r"'TrainingLoader' object is not callable: .* in the order": partial(in_another_order, "call"),
@@ -847,10 +819,8 @@ WRONG = {
     r"a loss of shape \(2, 2\): give one number, the mean of the batch": Script(by_sample),
     r"BatchNorm got a batch of one sample.*drop_last=True": Script(plain, with_batch_norm),
     r"came to the end of epoch 0 without optimizer.step\(\)": Script(without_step),
-    r"the end of epoch 0 without optimizer.step\(\): nothing": Script(without_step, any_steps=True),
     r"came to the end of epoch 2 without optimizer.step\(\)": without_step_or_loader,
     r"outside of steepest.epochs\(\)": Script(without_epochs),
-    "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
     r"SGD.load_state_dict\(\) after steepest.prepare\(\), where its state lies": Script(own_state),
     r"SGD.add_param_group\(\) after steepest.prepare\(\): of shape \(2,\) the model": Script(

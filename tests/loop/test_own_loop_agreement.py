@@ -190,30 +190,20 @@ DIVERGING: dict[str, tuple[Loop, dict[str, Any], str]] = {
     "no step": (
         leaving_out,
         {},
-        "0 is in epoch 0, batch 1 .*, worker 1 is .* and takes no step there",
+        "0 is in epoch 0, batch 1 .*, worker 1 is in epoch 0, batch 2 ",
     ),
     "batches of a step": (
         accumulating,
         {},
-        "0 is in epoch 0, batch 0 .*, worker 1 is .* and takes no step",
+        "0 is in epoch 0, batch 0 .*, worker 1 is in epoch 0, batch 1 ",
     ),
     "steps": (
         several,
-        {"any_steps": True},
+        {},
         "0 is in epoch 0, batch 1 .* step 0 there.*, worker 1 is .* batch 0 .* step 2",
     ),
     "passes": (twice, {}, "number of backward passes in a step: worker 0 has 1, worker 1 has 2"),
-    "passes of any": (
-        twice,
-        {"any_steps": True},
-        "backward passes in a step: worker 0 has 1, worker 1 has 2",
-    ),
     "the end": (returning, {}, "worker 0 is in epoch 0, batch 3 .*, worker 1 is behind its loop"),
-    "the end of any": (
-        returning,
-        {"any_steps": True},
-        "worker 0 is in epoch 0, batch 3 .*, worker 1 is behind its loop",
-    ),
 }
 
 
@@ -310,9 +300,8 @@ def by_weight(parts: Parts, epochs: int) -> None:
 
 
 @pytest.mark.parametrize("loop", [by_sample, by_weight])
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_parts_of_a_batch_may_be_as_many_as_it_has_samples(loop: Loop, any_steps: bool) -> None:
-    script = Script(loop, data=samples(11), any_steps=any_steps)
+def test_parts_of_a_batch_may_be_as_many_as_it_has_samples(loop: Loop) -> None:
+    script = Script(loop, data=samples(11))
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
 
 

@@ -82,26 +82,22 @@ def alternating(parts: Parts, epochs: int) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("step", range(2, 8))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_successor_counts_the_batches_of_an_epoch_from_where_it_enters(
-    strategy: str, step: int, any_steps: bool
+    strategy: str, step: int
 ) -> None:
-    script = Script(alternating, data=samples(24), any_steps=any_steps)
+    script = Script(alternating, data=samples(24))
     found = without(script, 2, 1, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(2)) < 1e-12
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_dead_worker_has_reported_counts(
-    strategy: str, any_steps: bool, victim: int
-) -> None:
+def test_what_a_dead_worker_has_reported_counts(strategy: str, victim: int) -> None:
     """But for what it has reported, or was about to, behind its last committed step."""
-    script = Script(telling, data=samples(24), any_steps=any_steps)
+    script = Script(telling, data=samples(24))
     expected = [row["loss"] for row in run(script, 2, STRATEGIES[strategy]).reports]
     found = [row["loss"] for row in without(script, 2, victim, 8, STRATEGIES[strategy]).reports]
     assert len(found) == len(expected) == 18
@@ -138,7 +134,7 @@ def in_turns(parts: Parts, epochs: int) -> None:
 def test_a_schedule_that_goes_on_between_two_steps_does_so_once(step: int, tmp_path: Path) -> None:
     """The program ends behind it, or before; started again it goes through the rest of the batch."""
     falling = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    script = Script(in_turns, optimizer=sgd(momentum=0.9), schedule=falling, any_steps=True)
+    script = Script(in_turns, optimizer=sgd(momentum=0.9), schedule=falling)
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
     with pytest.raises(InterruptedRunError):
         run(script, 2, checkpoints=checkpoints, callbacks=[Interrupts(step)])
@@ -198,10 +194,8 @@ SUMS = [accumulating, over_the_end, gathering]
 def test_a_sum_of_gradients_is_whole_where_a_batch_may_have_any_number_of_steps(
     function: Any, strategy: str, victim: int, step: int
 ) -> None:
-    if (function, strategy, victim, step) == (over_the_end, "groups", 1, 1):
-        pytest.skip("it dies where the other one gathers behind an epoch, and warns")
     falling = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    script = Script(function, data=samples(24), any_steps=True, schedule=falling)
+    script = Script(function, data=samples(24), schedule=falling)
     found = without(script, 2, victim, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(2)) < 1e-12
 
@@ -214,24 +208,12 @@ def test_a_sum_of_gradients_over_rounds_is_whole(strategy: str, victim: int) -> 
     assert difference(found.weights, alone(rounds, 2)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("function", "any_steps", "step", "count"),
-    [(over_the_end, False, 6, 1), (gathering, False, 2, 2)],
-)
-def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
-    function: Any, any_steps: bool, step: int, count: int
-) -> None:
-    script = Script(function, data=samples(24), any_steps=any_steps)
-    with pytest.warns(UserWarning, match=f"worker 1 enters .* of the {count} before is missing"):
-        without(script, 2, 1, step)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("to", [1, 3])
 @pytest.mark.parametrize("function", [plain, *SUMS])
 def test_a_loop_of_another_number_of_workers_begins_its_sum_anew(function: Any, to: int) -> None:
     """Its batches stay as large as the job was told; all workers take those of the present sum again."""
-    script = Script(function, data=samples(24), any_steps=True)
+    script = Script(function, data=samples(24))
     found = run(script, 2, callbacks=[Resizes(2, to)], global_batch_size=4)
     assert [event["event"] for event in found.events] == ["resized"]
     assert difference(found.weights, script.alone(2)) < 1e-12
@@ -239,17 +221,10 @@ def test_a_loop_of_another_number_of_workers_begins_its_sum_anew(function: Any, 
 
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_batches_of_all_workers_stay_as_large_where_a_job_is_set_back(strategy: str) -> None:
-    script = Script(plain, data=samples(24), any_steps=True)
+    script = Script(plain, data=samples(24))
     found = without(script, 2, 1, 4, STRATEGIES[strategy], global_batch_size=4)
     assert {row["samples"] for row in found.steps} == {4}
     assert difference(found.weights, script.alone(2)) < 1e-12
-
-
-def test_a_sum_of_gradients_of_other_workers_is_told() -> None:
-    """Where each batch is a step, what workers that are there no more had of it is not known to others."""
-    script = Script(partial(accumulating, batches=3), data=samples(48))
-    with pytest.warns(UserWarning, match="there are 1 workers now, another number than"):
-        run(script, 2, callbacks=[Resizes(2, 1)])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -280,10 +255,9 @@ def annealed(parts: Parts, epochs: int) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_what_is_set_by_hand_before_a_step_is_set_once(any_steps: bool) -> None:
+def test_what_is_set_by_hand_before_a_step_is_set_once() -> None:
     """By a worker that takes the place of the one whose values count, too."""
-    script = Script(annealed, data=samples(24), optimizer=sgd(momentum=0.9), any_steps=any_steps)
+    script = Script(annealed, data=samples(24), optimizer=sgd(momentum=0.9))
     undisturbed = run(script, 2)
     for step in (1, 3):
         assert same_bits(without(script, 2, 0, step).weights, undisturbed.weights)

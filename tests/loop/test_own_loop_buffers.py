@@ -34,7 +34,7 @@ def normalised(steps: int = 1, *, gathers: bool = False) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader: Any = DataLoader(TensorDataset(*samples(16)), batch_size=BATCH, shuffle=True)
-    model, optimizer, loader = steepest.prepare(model, optimizer, loader, any_steps=steps > 1)
+    model, optimizer, loader = steepest.prepare(model, optimizer, loader)
     kept = steepest.register(batch=0)
     for _ in steepest.epochs(3):
         for x, y in loader:

@@ -161,8 +161,7 @@ def test_a_collate_function_that_the_loop_sets() -> None:
     assert none_is_wrong(run(mine, 2).reports)
 
 
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_weights_of_a_sampler(any_steps: bool) -> None:
+def test_weights_of_a_sampler() -> None:
     def change(loader: Any, epoch: int) -> None:
         loader.sampler.weights = (torch.arange(SAMPLES) == epoch).double()
 
@@ -170,7 +169,7 @@ def test_weights_of_a_sampler(any_steps: bool) -> None:
         sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
         return DataLoader(Stamped(), batch_size=2, sampler=sampler)
 
-    mine = script(make, change, lambda epoch, x, _: bool((x == epoch).all()), any_steps=any_steps)
+    mine = script(make, change, lambda epoch, x, _: bool((x == epoch).all()))
     assert none_is_wrong(run(mine, 2).reports)
 
 
@@ -192,11 +191,8 @@ def grow(loader: Any, epoch: int) -> None:
     loader.dataset.length = SAMPLES * epoch
 
 
-@pytest.mark.parametrize("any_steps", [False, True])
-def test_data_of_another_length_are_refused(any_steps: bool) -> None:
-    mine = script(
-        lambda: DataLoader(Stamped(), batch_size=2), grow, lambda *_: True, any_steps=any_steps
-    )
+def test_data_of_another_length_are_refused() -> None:
+    mine = script(lambda: DataLoader(Stamped(), batch_size=2), grow, lambda *_: True)
     with pytest.raises(
         ModelRaisedError, match=r"had 10 samples .* and has 20 now: keep its length"
     ):

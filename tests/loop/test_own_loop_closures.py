@@ -62,9 +62,7 @@ def falling(optimizer: torch.optim.Optimizer) -> Any:
 SCRIPTS = {
     "strong wolfe": Script(loop, optimizer=lbfgs, schedule=falling, epochs=2),
     "fixed": Script(loop, optimizer=without_search, schedule=falling, epochs=2),
-    "several steps": Script(
-        loop, optimizer=without_search, epochs=2, data=samples(12), any_steps=True
-    ),
+    "several steps": Script(loop, optimizer=without_search, epochs=2, data=samples(12)),
 }
 TOLERANCE = 1e-7  # a rounding grows with each evaluation
 

@@ -20,11 +20,10 @@ from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.sample_places import SamplePlaces
 from steepest.errors import PeerLostError
-from steepest.testing.replay import replay
 from tests.own_loop_runs import STRATEGIES
 from tests.own_loops import BATCH, Parts, Script, adversarial, alone, plain, without_loader
 from tests.random_examples import some_of
-from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
+from tests.reference import Task, Weights, difference, perceptron, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, pause, run_config
 
@@ -172,25 +171,20 @@ def check(strategy: Any, seed: int, deaths: int = 1) -> None:
     KEPT.clear()
     found = struck(SCRIPT, strategy, seed, deaths)
     averages, kept, rows = dict(AVERAGES), dict(KEPT), found.rows
-    replayed = replay(found.log, TASK.creator())
-    # a group adds up in another order than a replay
-    exact = same_bits(replayed, found.weights)
-    assert exact or (strategy.reduces and difference(replayed, found.weights) < 1e-12)
     for row in rows:
         if not row["timings"]:
             continue  # what is known of this step died with the coordinator
         rate = 0.1 * 0.95 ** (row["step"] - 1) * 0.5 ** row["epoch"]
         assert row["learning_rate"][0] == pytest.approx(rate), row["step"]
-    counts = {(each.count, each.epochs) for each in kept.values()}
-    if min(row["samples"] for row in rows) > 1:  # else there are workers that have not seen a step
-        assert counts == {(len(rows), SCRIPT.epochs)}
+    counts = {(kept[rank].count, kept[rank].epochs) for rank in range(rows[-1]["workers"])}
+    assert counts == {(len(rows), SCRIPT.epochs)}
     if found.same_workers:
         assert difference(found.weights, SCRIPT.alone(WORKERS)) < 1e-12
         for average in averages.values():
             assert difference(average.values, AVERAGES[0].values) < 1e-12
 
 
-def check_lockstep(script: Any, strategy: Any, seed: int, deaths: int = 1) -> None:
+def check_weights(script: Any, strategy: Any, seed: int, deaths: int = 1) -> None:
     """Check what a loop finds that takes several steps for a batch."""
     found = struck(script, strategy, seed, deaths)
     if found.same_workers:
@@ -318,9 +312,7 @@ def gathering_twice(parts: Parts, epochs: int) -> None:
 
 def check_gathering_twice(strategy: str, seed: int) -> None:
     optimizer = sgd(lr=0.02, momentum=0.5)
-    script = Script(
-        gathering_twice, optimizer=optimizer, any_steps=True, epochs=3, data=samples(12)
-    )
+    script = Script(gathering_twice, optimizer=optimizer, epochs=3, data=samples(12))
     found = struck(script, STRATEGIES[strategy], seed, deaths=2)
     if found.same_workers:
         assert difference(found.weights, script.alone(WORKERS)) < 1e-11
@@ -417,7 +409,7 @@ def test_processes_die_at_many_moments(strategy: str) -> None:
 @pytest.mark.parametrize("script", [adversarial, without_loader])
 def test_a_process_dies_between_two_steps_for_one_batch(script: Any, strategy: str) -> None:
     for seed in range(2):
-        check_lockstep(script, STRATEGIES[strategy], seed)
+        check_weights(script, STRATEGIES[strategy], seed)
 
 
 @pytest.mark.few(3)
@@ -426,4 +418,4 @@ def test_a_process_dies_between_two_steps_for_one_batch(script: Any, strategy: s
 @pytest.mark.parametrize("script", [adversarial, without_loader])
 def test_processes_die_between_steps_for_one_batch(script: Any, strategy: str) -> None:
     for seed in some_of(range(2, 8), 2):
-        check_lockstep(script, STRATEGIES[strategy], seed, deaths=1 + seed % 2)
+        check_weights(script, STRATEGIES[strategy], seed, deaths=1 + seed % 2)

@@ -55,7 +55,7 @@ def several(parts: Parts, epochs: int) -> None:
 
 
 CONTRASTIVE = Script(contrastive, optimizer=sgd(lr=0.02, momentum=0.5))
-SEVERAL = Script(several, optimizer=sgd(lr=0.02, momentum=0.5), any_steps=True, data=samples(12))
+SEVERAL = Script(several, optimizer=sgd(lr=0.02, momentum=0.5), data=samples(12))
 
 
 @pytest.mark.few(1)
@@ -138,18 +138,15 @@ UNLIKE: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", UNLIKE)
-def test_workers_that_gather_at_unlike_places_are_told_at_once(
-    name: str, workers: int, any_steps: bool
-) -> None:
+def test_workers_that_gather_at_unlike_places_are_told_at_once(name: str, workers: int) -> None:
     one, others = UNLIKE[name]
 
     def when(where: str) -> bool:
         return where in (one if steepest.rank() == 1 else others)
 
-    script = Script(gathering(when), data=samples(6 * workers), any_steps=any_steps)
+    script = Script(gathering(when), data=samples(6 * workers))
     words = r"steepest.gather\(\) was called by worker .* did not"
     with pytest.raises((ModelRaisedError, ConfigurationError), match=words):
         run(script, workers)

@@ -201,12 +201,9 @@ SCRIPT = Script(remembering, data=samples(16), epochs=2)
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-def test_a_successor_has_what_was_kept_at_the_step_that_it_takes(
-    strategy: str, any_steps: bool
-) -> None:
-    script = Script(remembering, data=samples(16), epochs=2, any_steps=any_steps)
+def test_a_successor_has_what_was_kept_at_the_step_that_it_takes(strategy: str) -> None:
+    script = Script(remembering, data=samples(16), epochs=2)
     expected = run(script, 2, STRATEGIES[strategy])
     for victim, step in ((1, 2), (0, 3), (1, 4), (0, 6)):
         found = without(script, 2, victim, step, STRATEGIES[strategy])

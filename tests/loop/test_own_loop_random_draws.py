@@ -50,7 +50,7 @@ class Noisy(Dataset[Any]):
 class Drawing:
     """A loop that draws wherever it can; its process dies once, where it comes to a place."""
 
-    any_steps: bool = False
+    twice: bool = False
     among_batches: bool = True  # whether it gathers there
     batches: int = 4  # in an epoch, of all workers
     epochs: int = 2
@@ -65,9 +65,7 @@ class Drawing:
         model = nn.Sequential(nn.Dropout(0.3), perceptron())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         loader = DataLoader(Noisy(self.batches * BATCH), batch_size=BATCH, shuffle=True)
-        model, optimizer, loader = steepest.prepare(
-            model, optimizer, loader, any_steps=self.any_steps
-        )
+        model, optimizer, loader = steepest.prepare(model, optimizer, loader)
         kept = steepest.register(scale=torch.rand(()).item())
         fixed = torch.rand(3, dtype=torch.float64)  # a successor has the same
         for epoch in steepest.epochs(self.epochs):
@@ -82,7 +80,7 @@ class Drawing:
                 optimizer.step()
                 self._pass(epoch, number, "after")
                 torch.rand(2)
-                if self.any_steps:
+                if self.twice:
                     optimizer.zero_grad()
                     nn.functional.mse_loss(model(x), y).backward()
                     optimizer.step()
@@ -117,13 +115,13 @@ PLACES = [(0, 0, "before"), (0, 1, "after"), (0, "behind"), (0, "gathered"), (1,
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-@pytest.mark.parametrize("any_steps", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
 def test_a_successor_draws_what_the_dead_worker_would_have_drawn(
-    strategy: str, any_steps: bool
+    strategy: str, twice: bool
 ) -> None:
-    undisturbed, _ = run(Drawing(any_steps), 2, STRATEGIES[strategy])
+    undisturbed, _ = run(Drawing(twice), 2, STRATEGIES[strategy])
     for victim, place in ((0, PLACES[2]), *((1, each) for each in PLACES)):
-        script = Drawing(any_steps, dies_at=(victim, *place))
+        script = Drawing(twice, dies_at=(victim, *place))
         found, _ = run(script, 2, STRATEGIES[strategy])
         assert DIED
         DIED.clear()

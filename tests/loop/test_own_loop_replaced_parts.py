@@ -123,14 +123,6 @@ def test_where_workers_train_by_themselves(strategy: str) -> None:
             run(script(change, 3), 2, strategy)
 
 
-def test_with_steps_as_the_loop_likes() -> None:
-    for change in (clears, replaced):
-        mine = script(change, 3)
-        mine.__dict__["any_steps"] = True
-        with pytest.raises(SteepestError, match=WRONG[change]):
-            run(mine, 2)
-
-
 def more(model: Any, _: Any) -> None:
     model.probe = nn.Linear(3, 3).double()  # trained by nothing
     model[2] = model[2]

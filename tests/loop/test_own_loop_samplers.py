@@ -96,7 +96,7 @@ def test_draws_are_dealt_out(name: str, workers: int) -> None:
 
 @pytest.mark.parametrize("name", ["weighted", "growing"])
 def test_where_a_batch_has_several_steps(name: str) -> None:
-    mine = script(name, several_passes, any_steps=True)
+    mine = script(name, several_passes)
     assert difference(run(mine, 2).weights, mine.alone(2)) < 1e-12
 
 

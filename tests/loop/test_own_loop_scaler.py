@@ -59,13 +59,12 @@ PLAIN = script()
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("workers", [2, 3, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_overflows_on_one_worker_is_left_out_on_all(
-    strategy: str, workers: int, any_steps: bool
+    strategy: str, workers: int
 ) -> None:
-    found = run(script(any_steps=any_steps), workers, STRATEGIES[strategy])
+    found = run(script(), workers, STRATEGIES[strategy])
     assert difference(found.weights, PLAIN.alone(workers)) < 1e-12
 
 

@@ -88,13 +88,12 @@ def rates(rows: list[Any], step: int) -> list[float]:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_schedule_of_a_script_that_was_changed_is_as_if_it_had_been_that_from_the_beginning(
-    name: str, any_steps: bool, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     first, second, loop = CHANGED[name]
-    before = Script(loop, schedule=first, data=samples(SAMPLES), epochs=2, any_steps=any_steps)
+    before = Script(loop, schedule=first, data=samples(SAMPLES), epochs=2)
     after = replace(before, schedule=second, epochs=4)
     found, said = gone_on(before, after, tmp_path)
     assert rates(found.steps, 5) == rates(run(after, 2).steps, 5)
@@ -149,9 +148,9 @@ LENGTHS: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
 def test_a_schedule_made_by_len_of_one_workers_loader_is_told(name: str) -> None:
     """8 batches of one worker in an epoch, 4 steps of two."""
 
-    def trained(total: int, workers: int = 2, any_steps: bool = False) -> None:
+    def trained(total: int, workers: int = 2) -> None:
         made = partial(LENGTHS[name], total=total)
-        script = Script(plain, schedule=made, data=samples(SAMPLES), epochs=2, any_steps=any_steps)
+        script = Script(plain, schedule=made, data=samples(SAMPLES), epochs=2)
         with Simulation(seed=1).running():
             steepest.run(script, num_workers=workers, progress=False, run_config=run_config())
 
@@ -162,8 +161,6 @@ def test_a_schedule_made_by_len_of_one_workers_loader_is_told(name: str) -> None
     assert "make it for 8" in str(raised.value)
     trained(2 * math.ceil(SAMPLES / 4))
     trained(16, workers=1)
-    with pytest.warns(UserWarning, match="was made for"):  # a batch may have two steps
-        trained(16, any_steps=True)
 
 
 def test_what_metrics_have_made_of_the_rate_stays(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Streamed(Script):
         model = self.model()
         loader: Any = DataLoader(self.data_set(), batch_size=self.size)
         parts = Parts(model, self.optimizer(model), loader)
-        found = steepest.prepare(parts.model, parts.optimizer, loader, any_steps=self.any_steps)
+        found = steepest.prepare(parts.model, parts.optimizer, loader)
         self.loop(Parts(*found), self.epochs)
 
     def alone(self, workers: int, seed: int = 0) -> Weights:
@@ -214,9 +214,8 @@ def test_a_length_that_is_none_is_refused() -> None:
         run(streamed(Lying), 2)
 
 
-@pytest.mark.parametrize("any_steps", [True, False])
-def test_a_data_set_sees_no_workers(any_steps: bool) -> None:
-    script = streamed(Dividing, any_steps=any_steps)
+def test_a_data_set_sees_no_workers() -> None:
+    script = streamed(Dividing)
     assert difference(run(script, 2).weights, streamed(Records).alone(2)) < 1e-12
 
 

@@ -131,7 +131,7 @@ def judging(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         errors = []
         for x, y in parts.loader:
-            errors.append((parts.model(x) - y).square().mean(dim=1).detach())
+            errors.append(steepest.gather((parts.model(x) - y).square().mean(dim=1).detach()))
             parts.optimizer.zero_grad()
             nn.functional.mse_loss(parts.model(x), y).backward()
             parts.optimizer.step()

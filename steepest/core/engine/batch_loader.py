@@ -129,8 +129,7 @@ class BatchLoader:
             except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
                 error = raised
             seconds = self._now() - began
-            seeded = getattr(self._models[places[0][1]].data, "model_seeds", False)
-            held = None if seeded else HeldGenerators()
+            held = None if self._model_seeds(places[0]) else HeldGenerators()
             self._loaded = _Loaded(places[0], batch, error, held, seconds)
 
     def load(self, place: Place) -> Any:
@@ -164,8 +163,15 @@ class BatchLoader:
             loaded.generators.go_on()
         return loaded.batch
 
+    def _model_seeds(self, place: Place) -> bool:
+        """Return whether a place's model seeds all generators where it takes its batch."""
+        found: bool = getattr(self._models[place[1]].data, "model_seeds", False)
+        return found
+
     def _seed_for(self, place: Place) -> None:
-        """Seed all generators as for the batch of a place."""
+        """Seed all generators as for the batch of a place, unless there is none, and its model seeds them."""
+        if self.places.plan is None and self._model_seeds(place):
+            return
         step, part = self.places.step_of(place[0]), self.places.part_of(place)
         seed_everything(step_seed(self._seed, step, part))
 

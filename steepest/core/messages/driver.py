@@ -65,6 +65,8 @@ class Result(Body):
     timings: Annotated[dict[str, float] | None, numbers_by_name()] = None
     # 2-norm of the mean gradient before clipping, mean over the step's updates; None if not known
     gradient_norm: Annotated[float | None, NUMBER] = None
+    # in which workers' own loops are; None where they do not say it
+    epoch: Annotated[int | None, nothing_or(COUNT)] = None
     # for each parameter group, what workers' own loops say of it, see `Report`
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
     # of each push with statistics: its worker, and the seconds of its data, its computing and its wait

@@ -64,6 +64,9 @@ def summarize(
     }
     if known := [norm for norm in norms if norm is not None]:
         summary["gradient_norm"] = sum(known) / len(known)
+    places = [report.digest for report in pushes if report.digest is not None]
+    if known_epochs := [place.epoch for place in places if place.epoch is not None]:
+        summary["epoch"] = known_epochs[0]
     if found := [report.hyper for report in pushes if report.hyper is not None]:
         summary["hyper"] = found[0]
     with_loss = [report for report in pushes if report.loss is not None]

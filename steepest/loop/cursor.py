@@ -1,0 +1,390 @@
+"""The place of loops whose workers go through all batches together, and the batches that each one sees there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from steepest.core.data.protocol import Indices, Source
+from steepest.core.data.sampler import Remaining, SamplePlan, even_share
+from steepest.data.drawn import Drawn
+from steepest.errors import ConfigurationError
+from steepest.loop.place import LoopPlace
+
+#: Batches of one sum of gradients; a loop that takes more without a step evaluates by them.
+MOST_AGAIN = 1024
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Steps:
+    """Training data of which each share is one step of a loop: the loop has its samples from elsewhere.
+
+    Args:
+        contents: the data set that the loop reads; None without one.
+        load_ahead: called where the engine would load the batch of the next step.
+    """
+
+    size: int | None = None
+    divides = True  # see `steepest.core.engine.job.Description`
+    model_seeds = True  # see `steepest.core.data.protocol.Source`
+
+    def __init__(self, contents: Any = None, load_ahead: Callable[[], None] = _nothing) -> None:
+        self.contents = contents
+        self._load_ahead = load_ahead
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[None]:
+        """Yield None without end."""
+        while True:
+            self._load_ahead()
+            yield None
+
+
+@dataclass
+class Pass:
+    """One pass of a loop over its loader.
+
+    Attributes:
+        number: in all epochs, from 1; 0 before it is begun.
+        begun: whether it is.
+        is_over: whether it has no further batch for the loop.
+        first: batches before the one that the loop has just been given, where it enters in the middle; otherwise 0.
+    """
+
+    number: int = 0
+    begun: bool = False
+    is_over: bool = False
+    first: int = 0
+
+
+class Cursor:
+    """Where a loop is that sees every batch of all workers, and takes as many steps in it on each of them.
+
+    A worker without samples in a batch sees the first sample of it, which is to weigh nothing. Each pass over the
+    loader goes through all samples once, in an order of its own.
+
+    Args:
+        source: of the loader's data; None without a loader, where batches are rounds, and each is an epoch.
+        batch_size: of the loader.
+        seed: of the order of samples.
+        whole: samples of a batch of all workers; None for as many as theirs have.
+
+    Attributes:
+        place: of the loop.
+        skip: steps that are committed already, of those that the loop comes to first after it was entered.
+        before: steps committed from the first batch of the present sum of gradients up to the present batch; of other
+            optimizers than that whose sum it is.
+        is_sure: whether it is known that gradients of batches before are added to, and not dropped.
+        samples: of the present batch, on this worker; None without a loader.
+        whole: of the present batch, on all workers.
+        is_at_last: whether that is the last one of its pass.
+    """
+
+    has_sizes = (
+        False  # whether batches are those of a batch sampler, or of a stream, with a size each
+    )
+    goes_back = True  # whether batches before the present one can be taken again; a stream has not kept them
+
+    def __init__(
+        self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
+    ) -> None:
+        self.place = self._opened = (
+            LoopPlace()
+        )  # the second one: of the first batch of the present sum of gradients
+        self.skip = self.before = 0
+        self.is_sure = self.is_at_last = False
+        self.samples: int | None = None
+        self.whole = 0
+        self._source = source
+        self.has_sizes = bool(getattr(source, "of_batches", False))
+        self._batch_size, self._seed, self._all = batch_size, seed, whole
+        self._plan: SamplePlan | None = None
+        self._size = 0  # workers in the plan
+        self._begun = False  # whether any batch, or round, was
+        self._summed_by = 0  # workers in the last one
+        self._to_come = (
+            0  # passes of the epoch that the loop has yet to come to where others are, with theirs
+        )
+        self._reader: Iterator[Any] = iter(())  # of batches to come, of the place in `_reads`
+        self._reads: tuple[int, ...] = ()
+        self._ahead: _Ahead | None = None
+        if source is not None and source.size is None:
+            raise ConfigurationError(
+                "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
+            )
+
+    def whole_batch(self, size: int) -> int:
+        """Return the number of samples of a batch of so many workers together."""
+        return self._all or self._batch_size * size
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether batches come of a loader."""
+        return self._source is not None
+
+    @property
+    def number(self) -> int:
+        """The number of the present batch, or round."""
+        return self.place.batch
+
+    @property
+    def back(self) -> int:
+        """How many batches directly before the present one there are in the present sum of gradients."""
+        return self.place.batch - self._opened.batch
+
+    @property
+    def first_number(self) -> int:
+        """The number of the first batch, or round, of whose gradients the present sum is made."""
+        return self._opened.batch
+
+    @property
+    def first_epoch(self) -> int:
+        """The epoch of that."""
+        return self._opened.epoch
+
+    # -- sums of gradients ---------------------------------------------------------------------
+
+    def adds_up(self, size: int, *, holds: bool) -> bool:
+        """Note that a batch, or round, begins; return whether its gradients are added to those of batches before.
+
+        Args:
+            size: of the job, in workers.
+            holds: whether the loop has gradients for a later step.
+        """
+        if self._source is not None:
+            self._plan_for(size)  # before the place moves
+        goes_on = holds and self._begun and size == self._summed_by
+        goes_on = goes_on and self.goes_back and self.back < MOST_AGAIN
+        if goes_on:
+            self.before += self.place.step
+        self.place = self.place._replace(batch=self.place.batch + 1, step=0, inside=True)
+        if not goes_on:
+            self.forget_before()
+        self._summed_by, self._begun = size, True
+        return goes_on
+
+    def has_other_size(self, size: int) -> bool:
+        """Return whether the last batch, or round, was one of another number of workers."""
+        return self._begun and size != self._summed_by
+
+    def forget_before(self) -> None:
+        """Note that no gradients of batches before are part of a later step."""
+        self._opened, self.before = self.place, 0
+
+    def take_step(self) -> None:
+        """Note that a step of the present batch is committed, or that one that is was passed over."""
+        self.skip = max(self.skip - 1, 0)
+        self.place = self.place._replace(step=self.place.step + 1)
+
+    # -- entering ------------------------------------------------------------------------------
+
+    def state(self, *, amid_sum: bool) -> dict[str, Any]:
+        """Return the place, and what is left of the data, as plain values.
+
+        Args:
+            amid_sum: whether the loop waits for a batch whose gradients are added to others, and has stepped since.
+        """
+        plan = self._plan
+        begun = None if plan is None else [plan.start_step, plan.start_epoch, plan.start_offset]
+        left = [] if plan is None else [list(part) for part in plan.left]
+        return {
+            "place": list(self.place),
+            "opened": list(self._opened),
+            "before": self.before,
+            "is_sure": self.is_sure,
+            "summed_by": self._summed_by,
+            "amid_sum": amid_sum,
+            "begun": begun,
+            "left": left,
+            "size": self._size,
+        }
+
+    def load(self, state: Mapping[str, Any], size: int) -> bool:
+        """Go to where another loop is: to the beginning of its batch, or to the next one if it waits for that.
+
+        If the gradients of its batch are added to those of batches before, to the first of them. All workers do that
+        where their number has changed since, and what they have is dealt out anew; but not if another optimizer has
+        stepped since then, with samples that would be other ones.
+
+        Return whether the sum will be whole, as far as there is one.
+        """
+        place, opened = LoopPlace(*state["place"]), LoopPlace(*state["opened"])
+        same = state["summed_by"] == size
+        is_whole = same or self._all is not None or self._source is None
+        is_whole = is_whole or not (place.batch > opened.batch and state["before"])
+        self.place = self._opened = place
+        # between two batches of a sum: with another number of workers those who are there go on from there, and so does
+        # who joins them; the batches before are dealt out in a way that is over
+        if place.inside or (state["amid_sum"] and same):
+            self.skip = place.step + (state["before"] if is_whole else 0)
+            begins = opened if is_whole else place
+            self.place = self._opened = self._before_batch(begins)
+        self._to_come = self.place.passes
+        if state["begun"] is not None:
+            self._size = state["size"]
+            step, epoch, offset = state["begun"]
+            left = tuple((e, b, t) for e, b, t in state["left"])
+            self._plan, self._reads = self._planned(step, Remaining(epoch, offset, left)), ()
+        return is_whole
+
+    def _before_batch(self, place: LoopPlace) -> LoopPlace:
+        """Return the place where a loop waits for the batch at which another one is."""
+        return place._replace(batch=place.batch - 1, step=0, inside=False)
+
+    @property
+    def passes_by(self) -> bool:
+        """Whether the loop is in, or behind, a pass that is over, and not yet in that in which others are."""
+        return 0 < self._to_come < self.place.passes
+
+    @property
+    def is_amid_epoch(self) -> bool:
+        """Whether the loop has yet to come, in the epoch that it has entered, to the pass in which others are."""
+        return self._to_come > 0
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def _planned(self, step: int, rest: Remaining) -> SamplePlan:
+        assert self._source is not None
+        assert self._source.size is not None
+        whole = self.whole_batch(self._size)
+        about = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
+        blocks = getattr(self._source, "blocks", None)
+        drop_last = bool(getattr(self._source, "drop_last", False))
+        return SamplePlan(*about, blocks=blocks, left=rest.left, drop_last=drop_last)
+
+    def _plan_for(self, size: int) -> SamplePlan:
+        """Return the plan of the samples of so many workers: its steps are batches, its epochs passes."""
+        if self._plan is None or size != self._size:
+            rest, at = Remaining(), self.place.batch
+            if self._plan is not None:
+                rest = self._plan.remaining(at * self._size, (), self._size, self._size)
+            self._size, self._reads = size, ()
+            self._plan = self._planned(at, rest)
+        return self._plan
+
+    def batches_before(self, size: int) -> int:
+        """Return how many batches of its pass there are before the next one."""
+        plan = self._plan_for(size)
+        return plan.position(self.place.batch).ranges[0][0] // plan.global_batch
+
+    def steps_left(self, epochs: int, size: int) -> int | None:
+        """Return how many steps are to come in so many epochs if each batch has one; None where nobody knows."""
+        place = self.place
+        if self._source is None:
+            return None if self.has_loader else max(epochs - place.batch, 0)
+        if place.inside:
+            return None  # what is left is perhaps dealt out anew from the beginning of the batch
+        last = place.passed - (place.passes > 0) + epochs - 1 - place.epoch
+        return max(self._plan_for(size).end_of(last) - place.batch, 0)
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch."""
+        if epoch != self.place.epoch:
+            self.place = self.place._replace(epoch=epoch, passes=0, inside=False)
+
+    def begin_pass(self, size: int) -> bool:
+        """Begin a pass over the loader; what is left of earlier ones is left out.
+
+        Return whether the loop has any of it to see: where it was entered, passes that are over are passed by.
+        """
+        if self._to_come:
+            self._to_come -= 1
+            return not self._to_come
+        place = self.place
+        batch = place.batch
+        if self._source is not None and place.passed:
+            batch = max(batch, self._plan_for(size).end_of(place.passed - 1))
+        self.place = place._replace(
+            passes=place.passes + 1, passed=place.passed + 1, batch=batch, inside=False
+        )
+        self._reads = ()  # each pass is read by a new iterator
+        return True
+
+    def go_on_with_pass(self) -> None:
+        """Go on with a pass that was begun in an epoch before."""
+        if not self.place.passes:
+            self.place = self.place._replace(passes=1)
+
+    def end(self, epochs: int) -> None:
+        """Note that all epochs are over: a loop that begins here has nothing to do again."""
+        self.place = self.place._replace(epoch=epochs, passes=0, inside=False)
+
+    def has_more(self, size: int) -> bool:
+        """Return whether the pass has a further batch, for which the loop then waits."""
+        if not self._has_more(size):
+            return False
+        self.place = self.place._replace(inside=False)
+        return True
+
+    def _has_more(self, size: int) -> bool:
+        return self._plan_for(size).position(self.place.batch).epoch == self.place.passed - 1
+
+    def next_batch(self, rank: int, size: int) -> Any:
+        """Return a worker's batch of the number that the place has come to, see `adds_up`."""
+        plan, step = self._plan_for(size), self.place.batch - 1
+        self.whole = plan.position(step).size
+        begin, end = even_share(self.whole, rank, size)
+        self.samples = end - begin
+        batch = self._read(plan, step, rank, size)
+        if isinstance(batch, Drawn):
+            self.samples = batch.samples if self.samples else 0
+        self.is_at_last = not self._has_more(size)
+        return batch
+
+    def batch_before(self, rank: int, size: int) -> Any:
+        """Return a batch of the worker's in a pass that is over: one that it sees does not count."""
+        plan = self._plan_for(size)
+        return self._read(plan, max(self.place.batch, plan.start_step), rank, size)
+
+    def _read(self, plan: SamplePlan, step: int, rank: int, size: int) -> Any:
+        """Return a worker's batch, read by the iterator that has read the one before, if there is one."""
+        assert self._source is not None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.reads == (step, rank, size) and self._reads:
+            if ahead.error is not None:
+                self._reads = ()  # an iterator that raises is exhausted
+                raise ahead.error
+            return ahead.batch
+        if ahead is not None or self._reads != (step, rank, size):
+            self._reader = iter(self._source.open(_shares(plan, step, rank, size)))
+        self._reads = step + 1, rank, size
+        return next(self._reader)
+
+    def load_ahead(self, rank: int, size: int, seed: Callable[[int], None]) -> None:
+        """Load the next batch of the pass before the loop asks for it; what raises does so where it does.
+
+        Args:
+            rank, size: of the worker, and the job.
+            seed: seeds all generators for loading the batch of a number.
+        """
+        reads, step = self._reads, self.place.batch
+        if self._ahead is not None or self.is_at_last or reads != (step, rank, size):
+            return
+        seed(step + 1)
+        batch, error = None, None
+        try:
+            batch = next(self._reader)
+        except BaseException as raised:  # noqa: BLE001 - raised where the loop takes the batch
+            error = raised
+        self._ahead, self._reads = _Ahead(reads, batch, error), (step + 1, rank, size)
+
+
+class _Ahead(NamedTuple):
+    """A batch that was loaded before its turn, or what loading it has raised."""
+
+    reads: tuple[int, ...]  # its place, as the cursor's
+    batch: Any
+    error: BaseException | None
+
+
+def _shares(plan: SamplePlan, step: int, rank: int, size: int) -> Iterator[Indices]:
+    """Yield a worker's shares from a step to the end of its epoch; the first sample where it has none."""
+    epoch = (at := plan.position(step)).epoch
+    while at.epoch == epoch:
+        share = plan.share(step, rank, size)
+        yield share if len(share) else plan.samples_at(epoch, at.begin, at.begin + 1)
+        step += 1
+        at = plan.position(step)

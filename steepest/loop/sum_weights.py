@@ -1,0 +1,96 @@
+"""What the gradients weigh that a loop adds up for one step, where all workers go through the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class SumWeights:
+    """The weights of a sum of gradients, over one batch or several.
+
+    A worker's part of an update weighs as much as the batches of which it is made. So the mean over the workers is that
+    of one process where each worker has the same share of each batch. Where a batch is of another size than the first
+    one, shares differ: then all workers' parts weigh the same, and each backward pass is multiplied by the share of its
+    batch (`scale`), those before too (`rescale`).
+
+    Attributes:
+        scale: by which backward passes of the present batch are multiplied.
+        rescale: by which gradients of the batches before are to be multiplied now; None for none.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.rescale: float | None = None
+        self._by_pass = False  # whether backward passes are multiplied by shares
+        self._before = self._present = 0.0  # weights of the batches before, and of the present one
+        self._first = self._last = (
+            1.0,
+            1,
+            0,
+        )  # a batch's samples on this worker, workers, and samples on all
+        self._is_said = False  # whether the loop has said what a batch of the sum weighs
+        self._has_ended = True  # whether a step was taken of it
+
+    def state(self) -> list[Any]:
+        """Return all as plain values, for a worker that goes on from here."""
+        now = self._by_pass, self._before, self._present, self._first, self._is_said
+        return [*now, self._has_ended]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Set what `state` returned."""
+        self._by_pass, self._before, self._present, first, self._is_said, self._has_ended = state
+        samples, size, whole = first
+        self._first = samples, size, whole
+
+    def begin(self, samples: float, whole: int, size: int, *, sums: bool, learned: bool) -> None:
+        """Note that a batch begins.
+
+        Args:
+            samples: of the batch, on this worker.
+            whole: on all of them; 0 where nobody knows it.
+            size: the number of workers.
+            sums: whether losses add up samples; otherwise they are means.
+            learned: whether there was a backward pass in the batch before.
+        """
+        self.rescale, self._last = None, (samples, size, whole)
+        if self._has_ended:
+            self.scale, self._by_pass, self._is_said, self._has_ended = 1.0, False, False, False
+            self._before, self._present, self._first = 0.0, samples, self._last
+            return
+        # A batch that was passed over weighs nothing. Where shares are alike that is the same to all, and one that a
+        # worker alone has passed over, for want of anything to learn, counts.
+        if learned or (self._first[2] and not self._is_said):
+            self._before += self._present
+        self._present = samples
+        if not self._by_pass and whole != self._first[2] and not self._is_said:
+            self._by_pass = True
+            self.rescale = _share(*self._first, sums=sums)
+        if self._by_pass:
+            self.scale = _share(*self._last, sums=sums)
+
+    def say(self, weight: float) -> None:
+        """Set what the present batch weighs."""
+        self._is_said, self._present = True, weight
+
+    def step(self) -> None:
+        """Note that a step is taken: the next one has gradients of the present batch, as far as is known."""
+        self._before, self._has_ended = 0.0, True
+
+    @property
+    def weight(self) -> float:
+        """What this worker's part of the step's update weighs."""
+        return 1.0 if self._by_pass else self._before + self._present
+
+    @property
+    def of_sum(self) -> tuple[int, int]:
+        """Of a sum over samples: a number of samples on this worker, and on all, by which its update is the sum."""
+        samples, size, whole = self._last
+        return (1, size) if self._by_pass else (int(samples), whole or size)
+
+
+def _share(samples: float, size: int, whole: int, *, sums: bool) -> float:
+    """Return by what a backward pass of a batch is multiplied where all workers' parts weigh the same."""
+    if sums or not whole:
+        return float(samples > 0)
+    return samples * size / whole
