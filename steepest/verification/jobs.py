@@ -18,11 +18,8 @@ from steepest.errors import SteepestError
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.verification.records import Facts, FunctionLife, Run, StepRecord
+from steepest.verification.runs import StoppedError
 from steepest.verification.summaries import summary_of
-
-
-class _StoppedError(Exception):
-    """Stops a run from within."""
 
 
 @dataclass
@@ -62,7 +59,7 @@ class _Notes(Callback):
             worker, self.kill = self.kill[0], None
             os.kill(sgd.foreach_worker(_pid)[worker], signal.SIGKILL)
         if result.step == self.stops_at:
-            raise _StoppedError
+            raise StoppedError
 
 
 def _pid(worker: Any) -> int:
@@ -106,7 +103,7 @@ class JobRuns:
         if stops_at is not None:
             checkpoints = Checkpoints(self.folder / what.replace(" ", "-"), every=1)
         try:
-            with contextlib.suppress(_StoppedError):
+            with contextlib.suppress(StoppedError):
                 self._fit(_Notes(life, kill, stops_at), workers, samples, checkpoints)
             if stops_at is not None:
                 self._fit(_Notes(life), workers, samples, checkpoints)

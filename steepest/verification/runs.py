@@ -28,7 +28,7 @@ from steepest.verification.records import Run, read_lives
 _LEAST_DEADLINE = 120.0
 
 
-class _StoppedError(Exception):
+class StoppedError(Exception):
     """Stops a run from within."""
 
 
@@ -41,7 +41,7 @@ class _Stops(Callback):
     def after_step(self, sgd: Any, result: StepResult) -> None:
         """Stop it."""
         if result.step >= self._step:
-            raise _StoppedError
+            raise StoppedError
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Runs:
             chosen["callbacks"] = [_Stops(stops_at)]
         found = Run(what, [], folder=watched.folder, killed=watched.kills)
         try:
-            with contextlib.suppress(_StoppedError):
+            with contextlib.suppress(StoppedError):
                 found.reports = self._run(watched, workers, chosen)
             if stops_at is not None:
                 chosen["callbacks"] = []
