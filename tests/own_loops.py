@@ -42,12 +42,10 @@ class Whole:
 
     def __iter__(self) -> Iterator[Any]:
         plan = SamplePlan(len(self.data[0]), self.batch, self.seed)
-        for step in range(
-            self.epoch * plan.steps_per_epoch, (self.epoch + 1) * plan.steps_per_epoch
-        ):
+        first, self.epoch = self.epoch * plan.steps_per_epoch, self.epoch + 1
+        for step in range(first, first + plan.steps_per_epoch):
             index = torch.from_numpy(plan.share(step, 0, 1))
             yield [column[index] for column in self.data]
-        self.epoch += 1
 
     def __len__(self) -> int:
         return -(-len(self.data[0]) // self.batch)

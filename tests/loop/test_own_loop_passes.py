@@ -1,0 +1,133 @@
+"""Passes of a loop over its loader, and what stands before an epoch's first batch, also where a worker dies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import steepest
+from tests.own_loop_runs import STRATEGIES, run, without
+from tests.own_loops import Parts, Script
+from tests.reference import difference, samples, sgd
+from tests.simulated_programs import quiet
+from tests.simulation.run import pause
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def train(parts: Parts, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    parts.optimizer.zero_grad()
+    loss = nn.functional.mse_loss(parts.model(x), y)
+    loss.backward()
+    pause(1e-3)
+    parts.optimizer.step()
+    return loss
+
+
+def at_the_top(parts: Parts, epochs: int) -> None:
+    """A schedule, a rate set by hand, a count and an evaluation, before each epoch's first batch."""
+    kept = steepest.register(epochs=0, best=1e9)
+    (scheduler,) = parts.schedulers
+    for epoch in steepest.epochs(epochs):
+        x, y = samples(6)
+        with torch.no_grad():
+            loss = nn.functional.mse_loss(parts.model(x), y)
+        found = steepest.gather(loss).mean().item()
+        if epoch:
+            scheduler.step()
+        if found < kept.best:
+            kept.best = found
+        elif epoch:
+            parts.optimizer.param_groups[0]["momentum"] = 0.5
+        if epoch == 1:
+            parts.optimizer.param_groups[0]["weight_decay"] += 0.1
+        kept.epochs += 1
+        for x, y in parts.loader:
+            train(parts, x, y)
+        steepest.report(epochs=kept.epochs, found=found)
+
+
+def twice(parts: Parts, epochs: int) -> None:
+    """Two passes in an epoch, the second one with half the gradient."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            train(parts, x, y)
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            (nn.functional.mse_loss(parts.model(x), y) / 2).backward()
+            pause(1e-3)
+            parts.optimizer.step()
+
+
+def looking_first(parts: Parts, epochs: int) -> None:
+    """A look at one batch, and a pass in which nothing is trained, before the one that trains."""
+    for _ in steepest.epochs(epochs):
+        x, y = next(iter(parts.loader))
+        assert len(x)
+        with torch.no_grad():
+            for x, _ in itertools.islice(parts.loader, 2):
+                parts.model(x)
+        for x, y in parts.loader:
+            train(parts, x, y)
+
+
+def left_early(parts: Parts, epochs: int) -> None:
+    """Each pass is left before its last batch."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in zip(itertools.count(), parts.loader, strict=False):
+            if number == 2:
+                break
+            train(parts, x, y)
+
+
+def without_end(parts: Parts, epochs: int) -> None:
+    """One iterator over all passes, as loops have that count steps."""
+    batches = itertools.chain.from_iterable(itertools.repeat(parts.loader))
+    for _ in steepest.epochs(epochs):
+        for x, y in itertools.islice(batches, 2):
+            train(parts, x, y)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+LOOPS = {
+    "at the top": Script(
+        at_the_top,
+        optimizer=sgd(momentum=0.9, weight_decay=0.01),
+        schedule=halving,
+        data=samples(16),
+    ),
+    **{
+        each.__name__: Script(each, optimizer=sgd(momentum=0.9), data=samples(14))
+        for each in (twice, looking_first, left_early, without_end)
+    },
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name", LOOPS)
+def test_passes_are_those_of_one_process(name: str, workers: int) -> None:
+    script = LOOPS[name]
+    assert difference(run(script, workers).weights, script.alone(workers)) < 1e-12
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("step", range(1, 12))
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
+@pytest.mark.parametrize("name", ["at the top", "twice", "looking_first"])
+def test_a_death_changes_no_pass(name: str, strategy: str, victim: int, step: int) -> None:
+    script = LOOPS[name]
+    found = without(script, 2, victim, step, STRATEGIES[strategy])
+    assert difference(found.weights, script.alone(2)) < 1e-12
