@@ -225,7 +225,7 @@ OPTIMIZER = sgd(lr=0.02, momentum=0.9)
 LEAVES: dict[str, Any] = {  # a loop, and whether its gradients leave early, in some steps at least
     **{each.__name__: (Script(changed(each), optimizer=OPTIMIZER), True) for each in CHANGES},
     "plain": (Script(plain, optimizer=OPTIMIZER), True),
-    "accumulating": (Script(accumulating, data=samples(24)), False),
+    "accumulating": (Script(accumulating, data=samples(24)), True),
     "clipping the whole": (Script(clipping), True),
     "scaling": (Script(scaling), False),
     "token weights": (Script(with_token_weights), True),
