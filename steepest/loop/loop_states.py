@@ -240,8 +240,10 @@ class LoopStates:
 
     @property
     def _is_at_top(self) -> bool:
-        """Whether the loop is between entering an epoch and its first batch."""
-        return self._loop.gatherer.region is Region.TOP and self._job.asked is not None
+        """Whether the loop is between entering an epoch and its first pass over the loader."""
+        cursor = self._loop.cursor
+        at_top = self._loop.gatherer.region is Region.TOP and self._job.asked is not None
+        return at_top and cursor is not None and not cursor.place.passes
 
     def open_epoch(self) -> None:
         """Note with what the loop enters an epoch: one that enters it later runs what stands before the first batch.
