@@ -100,6 +100,11 @@ class DrawnSource:
         for batch in self._inner.batches(chosen(), prefetch):
             yield Drawn(batch, counts.popleft())
 
+    def samples_in(self, units: Indices) -> int:
+        """Return how many samples there are in units, which are numbered on from epoch to epoch."""
+        drawn = [one for run in runs(units, self.size or 1) for one in self._draws(*run)]
+        return sum(map(len, drawn)) if self.of_batches else len(drawn)
+
     def _draws(self, epoch: int, begin: int, end: int) -> list[Any]:
         """Return the draws from `begin` up to `end` of an epoch."""
         if epoch not in self._epochs:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from steepest.core.data.protocol import Indices, Source
 from steepest.core.data.sampler import Remaining, SamplePlan, even_share
-from steepest.data.drawn import Drawn
+from steepest.data.drawn import Drawn, DrawnSource
 from steepest.errors import ConfigurationError
 from steepest.loop.place import LoopPlace
 
@@ -80,12 +80,11 @@ class Cursor:
         is_sure: whether it is known that gradients of batches before are added to, and not dropped.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
+        samples_of_all: samples in that; 0 where nobody knows it, as of a stream of batches.
         is_at_last: whether that is the last one of its pass.
     """
 
-    has_sizes = (
-        False  # whether batches are those of a batch sampler, or of a stream, with a size each
-    )
+    deals_evenly = True  # whether as many samples are dealt to the workers in the same way
     goes_back = True  # whether batches before the present one can be taken again; a stream has not kept them
 
     def __init__(
@@ -97,9 +96,9 @@ class Cursor:
         self.skip = self.before = 0
         self.is_sure = self.is_at_last = False
         self.samples: int | None = None
-        self.whole = 0
+        self.whole = self.samples_of_all = 0
         self._source = source
-        self.has_sizes = bool(getattr(source, "of_batches", False))
+        self.deals_evenly = not getattr(source, "of_batches", False)
         self._batch_size, self._seed, self._all = batch_size, seed, whole
         self._plan: SamplePlan | None = None
         self._size = 0  # workers in the plan
@@ -329,8 +328,14 @@ class Cursor:
         begin, end = even_share(self.whole, rank, size)
         self.samples = end - begin
         batch = self._read(plan, step, rank, size)
+        self.samples_of_all = self.whole
         if isinstance(batch, Drawn):
             self.samples = batch.samples if self.samples else 0
+            if isinstance(self._source, DrawnSource):
+                at = plan.position(step)
+                self.samples_of_all = sum(
+                    self._source.samples_in(plan.samples_at(at.epoch, *part)) for part in at.ranges
+                )
         self.is_at_last = not self._has_more(size)
         return batch
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,13 +93,25 @@ class _Batches(Iterator[Any]):
     def _count(self, first: int) -> None:
         """Have the `enumerate` that is about to number a batch number so many before, which are not there."""
         self._counts = True
+        # zip and map hold iterators in a tuple
+        held = [each for each in gc.get_referrers(self) if each is not vars(self)]
+        tuples = [each for each in held if type(each) is tuple]
+        around = [each for each in (*held, *gc.get_referrers(*tuples)) if hasattr(each, "__next__")]
         try:
-            for each in gc.get_referrers(self):
+            for each in around:
                 if type(each) is enumerate:
                     for _ in range(first):
                         next(each)
         finally:
             self._counts = False
+        through_generator = bool(sys._getframe(2).f_code.co_flags & inspect.CO_GENERATOR)
+        if through_generator or any(type(each) is not enumerate for each in around):
+            warnings.warn(
+                f"worker {self._loop.rank} enters the loop over the loader behind {first} of its batches, and goes "
+                "through it by something that may count or read along, such as tqdm or zip, and begins anew here: keep "
+                "what counts by steepest.register(), or write `for number, batch in enumerate(loader)`",
+                stacklevel=3,
+            )
 
 
 class EvaluationLoader(PreparedLoader):

@@ -116,27 +116,36 @@ class StreamedSource:
 class StreamCursor(Cursor):
     """The place of a loop over an iterable data set whose length nobody knows: all workers see where it ends."""
 
-    goes_back = False
     has_loader = True
 
     def __init__(self, stream: Stream, seed: int, whole: int | None = None) -> None:
         super().__init__(None, stream.batch_size, seed, whole)
-        self._stream, self.has_sizes = stream, stream.of_batches
+        self._stream, self.deals_evenly = stream, not stream.of_batches
+        self._opened_at = (
+            0  # samples of the pass before the first batch of the present sum of gradients
+        )
+        self._read_number = 0  # the number of the last batch that was read
         # samples of the pass before the next batch, and before the present one
         self._offset = self._before = 0
 
     def state(self, *, amid_sum: bool) -> dict[str, Any]:
         """Return the place, see `Cursor.state`."""
-        here = {"offset": self._offset, "offset_before": self._before}
+        here = {"offset": self._offset, "offset_before": self._before, "opened_at": self._opened_at}
         return {**super().state(amid_sum=amid_sum), **here}
 
     def load(self, state: Mapping[str, Any], size: int) -> bool:
         """Go to where another loop is, see `Cursor.load`."""
         is_whole = super().load(state, size)
-        inside = LoopPlace(*state["place"]).inside
-        self._before = state["offset_before"]
-        self._offset = self._before if inside else state["offset"]
+        place, self._before = LoopPlace(*state["place"]), state["offset_before"]
+        self._offset = self._before if place.inside else state["offset"]
+        if self.place.batch == LoopPlace(*state["opened"]).batch - 1:
+            self._offset = state["opened_at"]
         return is_whole
+
+    def forget_before(self) -> None:
+        """Note that no gradients of batches before are part of a later step."""
+        super().forget_before()
+        self._opened_at = self._before if self._read_number == self.place.batch else self._offset
 
     def batches_before(self, size: int) -> int:
         """Return how many batches of the pass there are before the next one."""
@@ -172,7 +181,9 @@ class StreamCursor(Cursor):
         begin, end = even_share(len(found), rank, size)
         batch, samples = self._stream.batch_of(found[begin:end] or found[:1])
         self.samples, self.whole = samples if end > begin else 0, len(found)
+        self.samples_of_all = self.whole if self.deals_evenly else 0
         self._before, self._offset = self._offset, self._offset + len(found)
+        self._read_number = self.place.batch
         self.is_at_last = not self._has_more(size)
         return batch
 

@@ -43,7 +43,16 @@ class SumWeights:
         samples, size, whole = first
         self._first = samples, size, whole
 
-    def begin(self, samples: float, whole: int, size: int, *, sums: bool, learned: bool) -> None:
+    def begin(
+        self,
+        samples: float,
+        whole: int,
+        size: int,
+        *,
+        sums: bool,
+        learned: bool,
+        even: bool = True,
+    ) -> None:
         """Note that a batch begins.
 
         Args:
@@ -52,6 +61,7 @@ class SumWeights:
             size: the number of workers.
             sums: whether losses add up samples; otherwise they are means.
             learned: whether there was a backward pass in the batch before.
+            even: whether batches of as many samples are dealt alike.
         """
         self.rescale, self._last = None, (samples, size, whole)
         if self._has_ended:
@@ -63,7 +73,8 @@ class SumWeights:
         if learned or (self._first[2] and not self._is_said):
             self._before += self._present
         self._present = samples
-        if not self._by_pass and whole != self._first[2] and not self._is_said:
+        differs = whole != self._first[2] or not even
+        if whole and differs and not (self._by_pass or self._is_said):
             self._by_pass = True
             self.rescale = _share(*self._first, sums=sums)
         if self._by_pass:

@@ -617,8 +617,8 @@ class UserLoop:
         """Note what the present batch, or round, weighs in a sum of gradients of several."""
         learned, self._passes = len(self.losses.found) > self._passes, len(self.losses.found)
         samples = 1.0 if cursor.samples is None else float(cursor.samples)
-        known = 0 if cursor.samples is None or cursor.has_sizes else cursor.whole
-        self.weights.begin(samples, known, self.job.size, sums=self.sums, learned=learned)
+        kinds = {"sums": self.sums, "learned": learned, "even": cursor.deals_evenly}
+        self.weights.begin(samples, cursor.samples_of_all, self.job.size, **kinds)
         self.weight, self.losses.scale = self.weights.weight, self.weights.scale
         if (factor := self.weights.rescale) is None or self.prepared is None:
             return

@@ -20,7 +20,7 @@ def test_ray_is_ended_whole_although_the_wait_for_it_is_interrupted(
 
     def shutdown() -> None:
         _thread.interrupt_main()
-        assert interrupted.wait(10)
+        assert interrupted.wait(60)
         ended.append(threading.current_thread())
 
     monkeypatch.setattr("steepest.runtime.connection.ensure_ray", lambda *_, **__: True)
@@ -30,7 +30,7 @@ def test_ray_is_ended_whole_although_the_wait_for_it_is_interrupted(
     interrupted.set()
     (ending,) = (each for each in threading.enumerate() if each.name == "steepest ends Ray")
     assert not ending.daemon  # the interpreter awaits it
-    ending.join(10)
+    ending.join(60)
     assert ended == [ending]
 
 

@@ -58,8 +58,10 @@ def test_a_counter_that_begins_anew_in_a_successor_is_named_with_its_line(
     text = BEGIN + PREPARE + "count = 0\n" + counting
     path = tmp_path / "train.py"
     path.write_text(text)
-    assert main(["verify", str(path), "--steps", "8", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    status, said = main(["verify", str(path), "--steps", "8", "--json"]), capsys.readouterr()
+    assert status == 1
+    assert said.out, said.err
+    found = json.loads(said.out)
     line = 1 + text[: text.index("count += 1")].count("\n")
     assert not found["equal"]
     verdicts = {row["run"]: row["verdict"] for row in found["rows"]}
