@@ -41,10 +41,8 @@ needs_mnist = pytest.mark.skipif(
 
 
 @needs_mnist
-@pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:os.fork")  # Ray's, which runs another program at once
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("strategy", mostly_full(["ps", "allreduce", "async"], "ps"))
 def test_a_flax_network_learns_digits_though_a_worker_is_killed(
     strategy: str, capsys: pytest.CaptureFixture[str]
