@@ -212,17 +212,16 @@ def doctor(place: Place, seconds: float) -> str:
 
 def test_the_doctor(place: Place) -> None:
     output = doctor(place, 100)  # so that a busy machine gets to the end, too
-    # Ray's library says by itself that a machine reaches no internet
-    told = [line for line in output.splitlines() if "network_util.cc" not in line]
+    told = output.splitlines()
     lines = [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in told]
     assert all(line != timed for line, timed in zip(lines, told, strict=True))
     assert lines[0].startswith("steepest ")
     assert lines[1].startswith("importing torch ")
-    assert lines[3] == "starting Ray"  # it says so before it does; nothing of Ray's own is shown
+    assert lines[3] == "starting processes of this machine"  # it says so before it does
     lines = [line for line in lines if not line.startswith("this machine is busy")]
-    assert re.fullmatch(r"starting \d workers?", lines[5])
+    assert re.fullmatch(r"starting \d workers?", lines[4])
     said = r"  (\w+) +\d workers?: one step, loss [0-9.]+: works"
-    assert [re.fullmatch(said, line)[1] for line in lines[6:-3]] == [  # type: ignore[index]
+    assert [re.fullmatch(said, line)[1] for line in lines[5:-3]] == [  # type: ignore[index]
         "allreduce", "local", "simple", "ps", "async", "ssp",
     ]  # fmt: skip
     assert lines[-3:-1] == ["ending", "what was tried works: all is well"]

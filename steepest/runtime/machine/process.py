@@ -61,6 +61,9 @@ def _run(body: Any, number: int, request: Parcel, answers: queue.SimpleQueue[Any
         well, found = True, packed(getattr(body, method)(*values)).closed()
     except BaseException as error:  # noqa: BLE001 - the driver's: users' code may call sys.exit()
         well, found = False, _told(error)
+    for stream in (sys.stdout, sys.stderr):  # a last line without its end, too
+        if not stream.closed:
+            stream.flush()
     answers.put((("answer", number, well), found))
 
 
