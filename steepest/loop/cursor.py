@@ -85,14 +85,12 @@ class Cursor:
     """
 
     deals_evenly = True  # whether as many samples are dealt to the workers in the same way
-    goes_back = True  # whether batches before the present one can be taken again; a stream has not kept them
 
     def __init__(
         self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
     ) -> None:
-        self.place = self._opened = (
-            LoopPlace()
-        )  # the second one: of the first batch of the present sum of gradients
+        self.place = LoopPlace()
+        self._opened = self.place  # of the first batch of the present sum of gradients
         self.skip = self.before = 0
         self.is_sure = self.is_at_last = False
         self.samples: int | None = None
@@ -105,7 +103,7 @@ class Cursor:
         self._begun = False  # whether any batch, or round, was
         self._summed_by = 0  # workers in the last one
         self._to_come = (
-            0  # passes of the epoch that the loop has yet to come to where others are, with theirs
+            0  # passes of the epoch up to that in which others are, where it was entered
         )
         self._reader: Iterator[Any] = iter(())  # of batches to come, of the place in `_reads`
         self._reads: tuple[int, ...] = ()
@@ -156,7 +154,7 @@ class Cursor:
         if self._source is not None:
             self._plan_for(size)  # before the place moves
         goes_on = holds and self._begun and size == self._summed_by
-        goes_on = goes_on and self.goes_back and self.back < MOST_AGAIN
+        goes_on = goes_on and self.back < MOST_AGAIN
         if goes_on:
             self.before += self.place.step
         self.place = self.place._replace(batch=self.place.batch + 1, step=0, inside=True)

@@ -96,10 +96,6 @@ class Gatherings:
         self._here: set[int] = (
             set()
         )  # workers that have asked, since these were known or have changed
-        self.among_batches = (
-            False  # whether others have gathered in a step that the loop has not seen
-        )
-        self._missed = -1  # the last step that the loop has not seen
         self._ended = False  # whether the loop has ended
 
     def meet(self, member: MemberCollective, wait: Callable[[Callable[[], bool]], None]) -> None:
@@ -113,36 +109,22 @@ class Gatherings:
             if other != member.rank:
                 self._ask(other)
 
-    def miss(self, step: int) -> None:
-        """Note that the loop does not see a step of the job: in what others gather there it has no rows."""
-        self._missed = step
-        self.answer()
-
     def end(self, ended: bool = True) -> None:
         """Note that the loop has ended, and gathers no more; or that it has begun anew."""
         self._ended, self._waits_at = ended, None
         self.answer()
 
     def answer(self) -> None:
-        """Take part in what others gather where the loop does not come by.
-
-        That is without rows in a step that it does not see, and to say so where it goes on without gathering.
-        """
+        """Say of what others gather that the loop does not, where it goes on without gathering."""
         if self._member is None:
             return
         rank = self._member.rank
         for place, parts in list(self.parts.items()):
             if rank in parts:
                 continue
-            step = place.number - (place.region is Region.AFTER)
-            if step == self._missed and place.region is not Region.END:
-                self.among_batches = True
-                parts[rank] = without_rows(next(iter(parts.values())))
-            elif self._ended or self._has_passed(place):
+            if self._ended or self._has_passed(place):
                 parts[rank] = _ABSENT
-            else:
-                continue
-            self._tell(place, rank, parts[rank])
+                self._tell(place, rank, parts[rank])
 
     def _has_passed(self, place: GatheringPlace) -> bool:
         """Return whether the loop is beyond a place where others gather, or waits elsewhere between the same steps."""
@@ -355,11 +337,6 @@ def packed(value: Any, counts: bool = True) -> torch.Tensor:
     """Return the leaves of a value as bytes for `joined`; without rows, if the value does not count."""
     rows = {way: as_rows(leaf) for way, leaf in leaves_of(value).items()}
     return pack({"leaves": rows if counts else _none_of(rows)})
-
-
-def without_rows(part: torch.Tensor) -> torch.Tensor:
-    """Return what a worker gives that has no rows, where another one gives `part`."""
-    return pack({name: _none_of(leaves) for name, leaves in unpack(part).items()})
 
 
 def _none_of(leaves: Any) -> Any:

@@ -162,7 +162,7 @@ class LoopStates:
     def __init__(self, loop: HasStates, job: JobView) -> None:
         self._loop, self._job = loop, job
         self._before: dict[str, Any] = {"kept": {}}  # see `begin_step`
-        # of a loop that counts its steps: where it began the first batch of the present sum of gradients, and where
+        # where the loop began the first batch of the present sum of gradients, and where
         # it began the present batch
         self._entries: list[dict[str, Any]] = [{}, {}]
         self.tops: dict[int, dict[str, Any]] = {}
@@ -206,9 +206,9 @@ class LoopStates:
 
     @property
     def _is_amid_sum(self) -> bool:
-        """Whether a loop that counts its steps is between two batches whose gradients it adds up, and has stepped."""
+        """Whether the loop is between two batches whose gradients it adds up, and has stepped another optimizer."""
         cursor = self._loop.cursor
-        if cursor is None or cursor.place.inside or not (cursor.place.step and cursor.goes_back):
+        if cursor is None or cursor.place.inside or not cursor.place.step:
             return False
         waits = self._job.asked is Ask.BATCH or self._is_at_top
         return waits and self._loop.held.holds
@@ -341,7 +341,7 @@ class LoopStates:
         }
 
     def _place(self) -> dict[str, Any] | None:
-        """Return where a loop is that counts its steps."""
+        """Return where the loop is; None where workers have shares of their own."""
         if self._loop.cursor is None:
             return None
         return self._loop.cursor.state(amid_sum=self._is_amid_sum)

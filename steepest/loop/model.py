@@ -322,20 +322,9 @@ class LoopModel(TorchModel):
         """Note the place of the next batch, and which of the workers this is."""
         self.session.take_seat(replica, replicas)
         self._where = where
-        if where.empty and self.session.sees_all_steps:
-            self._stand_by(where)
-        elif where.empty:
+        if where.empty:
             self.hyper = self.digest = None
             self.session.pass_by(where)
-
-    def _stand_by(self, where: Where) -> None:
-        """Let the loop go on through a step in which the worker has no samples: it sees others, which do not count."""
-        session, buffers = self.session, super().state()
-        if session.is_undone(where):
-            session.begin_anew(self.loop.states.state())
-            super().load_state(buffers)
-        self._in_turn(session.compute, Batch(self.any_batch(), where, 0, 0))
-        super().load_state(buffers)
 
     def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Have gradients of a parameter collected, which may be frozen for now."""

@@ -42,7 +42,7 @@ class Progress:
     Attributes:
         ended: whether it has returned.
         epochs: that it wants in all; None where it has not entered `epochs` yet.
-        sees_all_batches: whether its steps are not one for each batch, so that it counts epochs itself.
+        sees_all_batches: whether all workers go through the same batches, so that it counts epochs itself.
         reports: since this was asked for the last time.
         steps: that are to come if each batch has one; None where nobody knows.
         meets: whether it is to find the others behind each epoch.
@@ -66,7 +66,7 @@ class Prepared:
         model: made of it, for the worker; a `steepest.core.models.protocol.Model`.
         optimizers: that servers have.
         schedulers: that it steps too.
-        cursor: where the loop is, if its steps are not one for each batch.
+        cursor: where the loop is; None where workers have shares of their own.
         closures: those that step in each worker, with the number of what servers have in their place.
         given: what `prepare` was given, and has returned.
         sums: whether losses add up samples; their gradients over workers are to be added up too.

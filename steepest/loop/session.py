@@ -78,13 +78,6 @@ class Session:
         """Whether the function has returned."""
         return self.job.turns.ended is not None
 
-    @property
-    def sees_all_steps(self) -> bool:
-        """Whether the loop goes through a step in which the worker has no samples, with others that do not count."""
-        # one that has not begun has to come to the end of that epoch
-        known = self.loop.gatherer.among_batches or self.loop.gatherer.gatherings.among_batches
-        return self.loop.together and (known or self.job.asked is Ask.BEGIN)
-
     def begin(self) -> Any:
         """Run the function up to `prepare`; return the model that was made there.
 
@@ -158,8 +151,6 @@ class Session:
         if self.loop.together and where.step >= self.job.passed:
             self.loop.calls.miss()
         self.job.pass_by(where, all_before=not self.loop.ahead)
-        if self.loop.together:
-            self.loop.gatherer.gatherings.miss(where.step)
 
     def committed(self, steps: int, *, waits: bool = False) -> None:
         """Let the loop go on where it awaits the commit of a step that is one of so many, or the end of an epoch.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from steepest.errors import ConfigurationError
+
 
 class SumWeights:
     """The weights of a sum of gradients, over one batch or several.
@@ -17,29 +19,27 @@ class SumWeights:
     Attributes:
         scale: by which backward passes of the present batch are multiplied.
         rescale: by which gradients of the batches before are to be multiplied now; None for none.
+        by_pass: whether backward passes are multiplied by shares, and all workers' parts weigh the same.
+        has_ended: whether a step was taken of the sum, so that the next batch begins another one.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.rescale: float | None = None
-        self._by_pass = False  # whether backward passes are multiplied by shares
+        self.by_pass, self.has_ended = False, True
         self._before = self._present = 0.0  # weights of the batches before, and of the present one
-        self._first = self._last = (
-            1.0,
-            1,
-            0,
-        )  # a batch's samples on this worker, workers, and samples on all
+        # of the first and of the present batch: samples on this worker, workers, and samples on all
+        self._first = self._last = 1.0, 1, 0
         self._is_said = False  # whether the loop has said what a batch of the sum weighs
-        self._has_ended = True  # whether a step was taken of it
 
     def state(self) -> list[Any]:
         """Return all as plain values, for a worker that goes on from here."""
-        now = self._by_pass, self._before, self._present, self._first, self._is_said
-        return [*now, self._has_ended]
+        now = self.by_pass, self._before, self._present, self._first, self._is_said
+        return [*now, self.has_ended]
 
     def load(self, state: Sequence[Any]) -> None:
         """Set what `state` returned."""
-        self._by_pass, self._before, self._present, first, self._is_said, self._has_ended = state
+        self.by_pass, self._before, self._present, first, self._is_said, self.has_ended = state
         samples, size, whole = first
         self._first = samples, size, whole
 
@@ -64,8 +64,8 @@ class SumWeights:
             even: whether batches of as many samples are dealt alike.
         """
         self.rescale, self._last = None, (samples, size, whole)
-        if self._has_ended:
-            self.scale, self._by_pass, self._is_said, self._has_ended = 1.0, False, False, False
+        if self.has_ended:
+            self.scale, self.by_pass, self._is_said, self.has_ended = 1.0, False, False, False
             self._before, self._present, self._first = 0.0, samples, self._last
             return
         # A batch that was passed over weighs nothing. Where shares are alike that is the same to all, and one that a
@@ -74,30 +74,39 @@ class SumWeights:
             self._before += self._present
         self._present = samples
         differs = whole != self._first[2] or not even
-        if whole and differs and not (self._by_pass or self._is_said):
-            self._by_pass = True
+        if whole and differs and not (self.by_pass or self._is_said):
+            self.by_pass = True
             self.rescale = _share(*self._first, sums=sums)
-        if self._by_pass:
+        if self.by_pass:
             self.scale = _share(*self._last, sums=sums)
 
     def say(self, weight: float) -> None:
-        """Set what the present batch weighs."""
+        """Set what the present batch weighs.
+
+        Raises:
+            ConfigurationError: batches before have no such weight, and are of another size.
+        """
+        if self.by_pass:
+            raise ConfigurationError(
+                "steepest.weight() in a batch whose gradients are added to those of batches of another size, of which "
+                "the loop did not say what they weigh: call it in each batch of the sum, or in none"
+            )
         self._is_said, self._present = True, weight
 
     def step(self) -> None:
         """Note that a step is taken: the next one has gradients of the present batch, as far as is known."""
-        self._before, self._has_ended = 0.0, True
+        self._before, self.has_ended = 0.0, True
 
     @property
     def weight(self) -> float:
         """What this worker's part of the step's update weighs."""
-        return 1.0 if self._by_pass else self._before + self._present
+        return 1.0 if self.by_pass else self._before + self._present
 
     @property
     def of_sum(self) -> tuple[int, int]:
         """Of a sum over samples: a number of samples on this worker, and on all, by which its update is the sum."""
         samples, size, whole = self._last
-        return (1, size) if self._by_pass else (int(samples), whole or size)
+        return (1, size) if self.by_pass else (int(samples), whole or size)
 
 
 def _share(samples: float, size: int, whole: int, *, sums: bool) -> float:

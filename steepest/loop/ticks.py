@@ -21,7 +21,7 @@ class Counts(Protocol):
 
     @property
     def sees_all_batches(self) -> bool:
-        """Whether the loop's steps are not one for each batch."""
+        """Whether all workers go through the same batches."""
         ...
 
 

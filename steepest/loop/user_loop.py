@@ -89,8 +89,8 @@ class UserLoop:
         self._function = function
         self.unseen = Unseen()  # writes to gradients that torch does not count
         self.prepared: Prepared | None = None
-        # of that, as it is asked for often: where the loop is, if its steps are not one for each batch; whether losses
-        # add up samples
+        # of that, as it is asked for often: where the loop is, if all workers go through the same batches; whether
+        # losses add up samples
         self.cursor: Cursor | None = None
         self.sums = False
         self.arriving: dict[str, Any] | None = None  # a state, until the loop is entered
@@ -125,6 +125,7 @@ class UserLoop:
         self.held = HeldGradients()
         self.weights = SumWeights()
         self._passes = 0  # backward passes since the last step, when the present batch began
+        self._seen = 0, 0  # samples of the batches of the next step, on this worker and on all
         self._enters = True  # whether no batch was taken yet
         self.states = LoopStates(self, self.job)
         self._stand_in = StandIn(self)
@@ -194,7 +195,7 @@ class UserLoop:
 
     @property
     def sees_all_batches(self) -> bool:
-        """Whether the loop's steps are not one for each batch."""
+        """Whether all workers go through the same batches."""
         return self.cursor is not None
 
     @property
@@ -613,10 +614,25 @@ class UserLoop:
         self._weigh_batch(cursor)
         return self.on_device(batch)
 
+    def _samples_in(self, cursor: Cursor) -> tuple[int, int]:
+        """Return how many samples the present batch has, on this worker and on all; a round has one of each worker."""
+        if cursor.samples is None:
+            return 1, self.job.size
+        return cursor.samples, cursor.whole
+
+    def _end_step_of(self, cursor: Cursor, index: int) -> None:
+        """Note that a step of an optimizer in the present batch is committed, or passed over since it is."""
+        cursor.take_step()
+        self.weights.step()
+        self._passes, self._seen = 0, self._samples_in(cursor)
+        self._end_sum(cursor, index)
+
     def _weigh_batch(self, cursor: Cursor) -> None:
         """Note what the present batch, or round, weighs in a sum of gradients of several."""
         learned, self._passes = len(self.losses.found) > self._passes, len(self.losses.found)
-        samples = 1.0 if cursor.samples is None else float(cursor.samples)
+        samples, whole = self._samples_in(cursor)
+        before = (0, 0) if self.weights.has_ended else self._seen
+        self._seen = before[0] + samples, before[1] + whole
         kinds = {"sums": self.sums, "learned": learned, "even": cursor.deals_evenly}
         self.weights.begin(samples, cursor.samples_of_all, self.job.size, **kinds)
         self.weight, self.losses.scale = self.weights.weight, self.weights.scale
@@ -704,8 +720,10 @@ class UserLoop:
 
     @property
     def present_weight(self) -> float:
-        """What the present batch weighs."""
-        return self._batch_weight if self.cursor is None else self._weight_of(self.cursor)
+        """What a gradient of the present batch weighs beside those of other workers."""
+        if self.cursor is None:
+            return self._batch_weight
+        return 1.0 if self.weights.by_pass else self._weight_of(self.cursor)
 
     def passes_over_step(self, index: int) -> bool:
         """Return whether an optimizer's step is not taken here: it does not count, or is committed already."""
@@ -716,10 +734,7 @@ class UserLoop:
             return False
         if cursor.is_amid_epoch:  # of what the others have left behind them
             return True
-        cursor.take_step()
-        self.weights.step()
-        self._passes = 0
-        self._end_sum(cursor, index)
+        self._end_step_of(cursor, index)
         self._seed_for(cursor.number, cursor.place.step)
         self.losses.found = []
         if not cursor.skip and self.arriving is not None:  # the next one is taken with the others
@@ -729,13 +744,12 @@ class UserLoop:
 
     def begin_step(self) -> None:
         """Note that a step is about to be taken, with the job's next batch where the loop counts steps itself."""
-        if (cursor := self.cursor) is not None:
+        if self.cursor is not None:
             while self.pending is None:
                 self.job.turns.ask(Ask.BATCH)
             self.taken, self.pending = self.pending, None
             self.weight = self.weights.weight
-            self.samples = 1 if cursor.samples is None else cursor.samples
-            self.whole = self.job.size if cursor.samples is None else cursor.whole
+            self.samples, self.whole = self._seen
         if self.local and self.taken is not None:
             self.schedules.catch_up(self._own_updates(self.taken.where) - 1)
         self.stepped = True
@@ -745,10 +759,7 @@ class UserLoop:
         self.weight, self.samples, self.whole = 0.0, 0, 0
         self.losses.found = []
         if (cursor := self.cursor) is not None:
-            cursor.take_step()
-            self.weights.step()
-            self._passes = 0
-            self._end_sum(cursor, index)
+            self._end_step_of(cursor, index)
             self.states.begin_step()
             self._seed_for(cursor.number, cursor.place.step)
             self.gatherer.gatherings.drop_before(cursor.first_number)

@@ -17,7 +17,7 @@ from torch import nn
 import steepest
 from steepest import DistributedSGD, FailureConfig, LocalStrategy
 from steepest.core.models.torch import TorchModel
-from steepest.errors import ConfigurationError, ModelRaisedError
+from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
 from tests.own_loop_runs import Found, InterruptedRunError, Interrupts, run
 from tests.own_loops import (
     BATCH,
@@ -306,3 +306,15 @@ def test_lbfgs_is_refused() -> None:
         (ConfigurationError, ModelRaisedError), match="whose step.. needs a closure"
     ):
         run(script, 2, "local")
+
+
+@pytest.mark.parametrize(("before", "after"), [("ps", "local"), ("local", "ps")])
+def test_a_run_of_the_other_kind_is_not_gone_on_with(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    """Its place in the data is kept in another way."""
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    with pytest.raises(InterruptedRunError):
+        run(ADAM, 2, before, checkpoints=checkpoints, callbacks=[Interrupts(2)])
+    with pytest.raises(CheckpointError, match="is not of this job"):
+        run(ADAM, 2, after, checkpoints=checkpoints)

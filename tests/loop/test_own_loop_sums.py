@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 import steepest
+from steepest.errors import ModelRaisedError
 from tests.own_loop_runs import run
 from tests.own_loops import Parts, Script, adding_up, adding_up_often
 from tests.reference import difference, samples, sgd
@@ -61,8 +62,23 @@ def over_the_end(parts: Parts, epochs: int) -> None:
                 parts.optimizer.zero_grad()
 
 
+def of_all(parts: Parts, epochs: int) -> None:
+    """The loss is of all workers' outputs, whose gradients go through what is gathered."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader, 1):
+            own = parts.model(x)
+            middle = steepest.gather(own).mean(dim=0)
+            ((own - middle - y).square().mean() / 2).backward()
+            if number % 2 == 0 or number == len(parts.loader):
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
 LOOPS: dict[str, Any] = {
-    **{each.__name__: (each, "mean") for each in (to_the_end, behind_the_epoch, over_the_end)},
+    **{
+        each.__name__: (each, "mean")
+        for each in (to_the_end, behind_the_epoch, over_the_end, of_all)
+    },
     **{each.__name__: (each, "sum") for each in (adding_up, adding_up_often)},
 }
 
@@ -79,4 +95,23 @@ def test_a_sum_over_batches_of_any_size_is_that_of_one_process(
     script = Script(
         function, optimizer=sgd(rate, momentum=0.9), data=samples(count), reduction=reduction
     )
-    assert difference(run(script, workers).weights, script.alone(workers)) < 1e-12
+    found = run(script, workers)
+    assert difference(found.weights, script.alone(workers)) < 1e-12
+    if function is to_the_end:  # each sample is in one step
+        assert sum(row["samples"] for row in found.steps) == count * script.epochs
+
+
+def test_weights_of_some_batches_of_a_sum_alone_are_refused() -> None:
+    """Where batches are of other sizes nobody knows what the others weigh beside them."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for number, (x, y) in enumerate(parts.loader, 1):
+                if number == len(parts.loader):
+                    steepest.weight(2.0)
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                if number in (2, len(parts.loader)):
+                    parts.optimizer.step()
+
+    with pytest.raises(ModelRaisedError, match="call it in each batch of the sum, or in none"):
+        run(Script(loop, data=samples(13)), 2)

@@ -258,7 +258,7 @@ class Replicas:
         found = islice(places.indices((number, replica, 0), plan), places.micros)
         before = -(-position.ranges[0][0] // plan.global_batch)
         shares = [each for each in found if len(each)]
-        return PastShare(shares, position.size, before, plan.global_batch)
+        return PastShare(shares, position.size, before)
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""

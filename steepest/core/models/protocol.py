@@ -412,13 +412,11 @@ class PastShare(NamedTuple):
         batches: the samples of each of its batches; none where it had no samples.
         samples: of the whole step.
         before: steps of the same epoch before it.
-        full: samples of a step that is not the last of its epoch.
     """
 
     batches: Sequence[Indices]
     samples: int
     before: int
-    full: int
 
 
 @runtime_checkable
