@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import logging
 import os
 import re
 import signal
+import traceback
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; Ray's processes inherit it
@@ -158,8 +161,10 @@ def _deadline() -> Iterator[None]:
     """No test may hang: after three minutes (ten times that with as many examples) it fails where it is."""
     seconds = TEST_SECONDS * scale()
 
-    def give_up(signum: int, frame: object) -> None:
-        raise TimeoutError(f"the test ran for {seconds} s")
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback()  # of all threads
+        places = [f"{Path(at.filename).name}:{at.lineno}" for at in traceback.extract_stack(frame)]
+        raise TimeoutError(f"the test ran for {seconds} s; it was at {' > '.join(places[-8:])}")
 
     previous = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(seconds)
