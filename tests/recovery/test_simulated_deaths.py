@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from steepest import DistributedSGD
 from steepest.core.system import system
+from steepest.runtime.answers import Answer
 from steepest.testing import InProcessCluster
 from tests.pairs import mostly_full
 from tests.random_examples import seeds, some_of
@@ -188,3 +190,17 @@ def test_nothing_is_replaced_after_a_simulation() -> None:
     with Simulation(1).running():
         assert system() is not before
     assert system() is before
+
+
+def test_threads_outside_of_a_simulation_wait_in_reality() -> None:
+    """One of a test before, which hears of its process's end, would take the baton of the simulation."""
+    answers: list[bool] = []
+    outside = threading.Thread(
+        target=lambda: answers.append(Answer[int]().wait(0.001)), daemon=True
+    )
+    with Simulation(1).running() as simulation:
+        outside.start()
+        outside.join(60)
+        assert not outside.is_alive()
+        assert simulation.scheduler.switches == 0
+    assert answers == [False]

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 import steepest
-from steepest.core.system import using
+from steepest.core.system import system, using
 from steepest.runtime import process
 from steepest.runtime.job_runtime import using as using_runtime
 from steepest.testing.groups import simulated
 from tests.simulation.simulated_processes import Node, SimulatedProcess, World
 from tests.simulation.simulated_runtime import SimulatedRuntime
-from tests.simulation.virtual_primitives import Active, VirtualSystem
-from tests.simulation.virtual_threads import Killed, Scheduler
+from tests.simulation.virtual_primitives import Active, SystemByThread, VirtualSystem
+from tests.simulation.virtual_threads import Killed, Scheduler, being_virtual
 
 _PACKAGE = os.path.dirname(steepest.__file__) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
@@ -119,8 +119,9 @@ class Simulation:
         assert Active.scheduler is None, "another simulation runs"
         self._main = threading.get_ident()
         affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-        system = VirtualSystem(self.scheduler, self.dice.getrandbits(32))
-        with using(system), using_runtime(self.runtime), simulated_groups():
+        virtual = VirtualSystem(self.scheduler, self.dice.getrandbits(32))
+        by_thread: Any = SystemByThread(virtual, system())
+        with being_virtual(), using(by_thread), using_runtime(self.runtime), simulated_groups():
             Active.scheduler, Active.simulation = self.scheduler, self
             # the baton goes faster from thread to thread on one processor
             os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Generic, TypeVar
 
-from tests.simulation.virtual_threads import Scheduler, VirtualThread, Waiters
+from steepest.core.system import System
+from tests.simulation.virtual_threads import Scheduler, VirtualThread, Waiters, is_virtual
 
 T = TypeVar("T")
 EPOCH = 1_700_000_000.0  # what `time.time` returns when the virtual clock is at zero
@@ -222,6 +223,21 @@ class Thread:
     def is_alive(self) -> bool:
         """Return whether the thread was started and has not ended."""
         return self.virtual is not None and not self.virtual.finished
+
+
+class SystemByThread:
+    """A `System` that is a simulation's on its threads, and Python's on others.
+
+    Args:
+        virtual: the simulation's.
+        real: Python's.
+    """
+
+    def __init__(self, virtual: System, real: System) -> None:
+        self._virtual, self._real = virtual, real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._virtual if is_virtual() else self._real, name)
 
 
 class VirtualSystem:

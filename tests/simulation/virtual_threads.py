@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ class _Carrier:
         carrier._go.release()
 
     def _run(self) -> None:
-        _carriers.carrier = self
+        _here.carrier = self
         while True:
             self._go.acquire()
             assert self._work is not None
@@ -369,9 +370,24 @@ class Scheduler:
         me.reaping = False
 
 
-_carriers = threading.local()
+_here = threading.local()
 
 
 def _of_this_thread() -> _Carrier:
-    carrier: _Carrier = _carriers.carrier
+    carrier: _Carrier = _here.carrier
     return carrier
+
+
+def is_virtual() -> bool:
+    """Return whether this thread is one of a simulation's: those of processes of tests before may still run."""
+    return hasattr(_here, "carrier")
+
+
+@contextlib.contextmanager
+def being_virtual() -> Iterator[None]:
+    """Have this thread be one of a simulation's in a block."""
+    _here.carrier = None
+    try:
+        yield
+    finally:
+        del _here.carrier
