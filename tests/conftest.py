@@ -52,6 +52,7 @@ leave_it_to_an_init()  # while this process has one thread
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
+LATER_SECONDS = 30  # after which what a test does at its end is interrupted again
 # what is in each file that has tests marked `ray` or `cluster`
 ON_RAY = re.compile(r"\bmark\.(ray|cluster)\b|\banywhere\b|\bNEEDS_NAMESPACES\b")
 STAGES = ("long", "ray", "cluster")  # marks that say which part of which target runs a test
@@ -167,11 +168,11 @@ def _deadline() -> Iterator[None]:
         raise TimeoutError(f"the test ran for {seconds} s; it was at {' > '.join(places[-8:])}")
 
     previous = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, LATER_SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 
 

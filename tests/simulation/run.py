@@ -124,14 +124,16 @@ class Simulation:
         with being_virtual(), using(by_thread), using_runtime(self.runtime), simulated_groups():
             Active.scheduler, Active.simulation = self.scheduler, self
             # the baton goes faster from thread to thread on one processor
-            os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})
+            os.sched_setaffinity(0, {sorted(affinity)[_number_of_process() % len(affinity)]})
             try:
                 yield self
             finally:
-                self.scheduler.end()
-                Active.scheduler = Active.simulation = None
-                os.sched_setaffinity(0, affinity)
-                torch.set_num_threads(threads)
+                try:
+                    self.scheduler.end()
+                finally:
+                    Active.scheduler = Active.simulation = None
+                    os.sched_setaffinity(0, affinity)
+                    torch.set_num_threads(threads)
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -242,6 +244,12 @@ class Simulation:
         # After `shutdown`. The seconds are more than the driver's lease of its processes.
         self.scheduler.sleep(seconds)
         return self.world.living()
+
+
+def _number_of_process() -> int:
+    """Return another number in each process of tests that run beside each other."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    return int(worker.removeprefix("gw")) if worker else os.getpid()
 
 
 @contextlib.contextmanager
