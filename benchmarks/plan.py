@@ -193,7 +193,7 @@ def compare(
         ):
             team.turn(2 * cycle)
             # a turn ends when all has arrived, where others have waited before who do not wait for each other
-            steps = max(3, cycle) if strategy.rule.together else _MANY_STEPS
+            steps = max(3, cycle) if strategy.rule.needs_all else _MANY_STEPS
             pids, found = team.pids(), []  # servers' before workers'
             both = pids[-hosts:], pids[:-hosts]
             before = [seconds_of_processors(each) for each in both]

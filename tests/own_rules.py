@@ -13,7 +13,7 @@ from steepest.core.protocol.commit_rules import CommitRule, Staged, Verdict
 class CommitPairs:
     """Every two staged pushes make an update, of whatever versions: K-async SGD, arXiv:1803.01113."""
 
-    together = False
+    needs_all = False
     same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:

@@ -475,7 +475,7 @@ def _forgets(log: CommitLog) -> bool:
     return bool(own) and (
         len(log.parts) > 1
         or (
-            own[0].strategy.rule.together  # else a successor's own state begins anew
+            own[0].strategy.rule.needs_all  # else a successor's own state begins anew
             and any(push.incarnation for commit in own[0].commits for push in commit.pushes)
         )
     )
@@ -494,7 +494,7 @@ def is_comparable(program: Program, outcome: Outcome, other: Outcome) -> bool:
     """Whether all commits of a run had the same members in the same places as those of another."""
     if outcome.log is None or other.log is None:
         return False
-    together = all(part.strategy.rule.together for part in outcome.log.parts)
+    together = all(part.strategy.rule.needs_all for part in outcome.log.parts)
     set_by_user = any(action[0] in ("state", "restore") for action in program.actions)
     kept = not _forgets(outcome.log)
     same = members(outcome.log) == members(other.log)

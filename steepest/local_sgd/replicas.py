@@ -132,7 +132,7 @@ class LocalReplicas(Replicas):
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
         self._followers = [each for each in models if isinstance(each, FollowsOwnUpdates)]
         rounds = [each for each in models if isinstance(each, FollowsRounds)]
-        self._of_rounds = rounds if share.leased else []
+        self._of_rounds = rounds if self.leases_samples else []
         self._own_weights = OwnWeights()
         self._before: _Before | None = None  # the last share
         # the one before that, until it is known to be committed; None without a delay
@@ -197,7 +197,7 @@ class LocalReplicas(Replicas):
     def meets_before(self, step: int) -> bool:
         """Return whether a step is the first of an epoch, behind whose end models see the servers' weights."""
         plan = self.batches.places.plan
-        if self.leased or not self._followers or plan is None or not step:
+        if self.leases_samples or not self._followers or plan is None or not step:
             return False
         if not (self.delays or self._own_weights.values):
             return False
@@ -226,9 +226,13 @@ class LocalReplicas(Replicas):
         self._meet(self.batches.places.step_of(number))
         self._begin(number)
         self._begin_round()
-        if self.leased and not self.delays:
+        if self.leases_samples and not self.delays:
             self._own_weights = self._shift(self._own_weights)
-        if not (self.leased and self.delays) or self._base_is_due or not self._own_weights.values:
+        if (
+            not (self.leases_samples and self.delays)
+            or self._base_is_due
+            or not self._own_weights.values
+        ):
             self._base.copy_(self.weights)
             self._base_is_due = False
         self._computing, self._is_void = True, False
@@ -236,7 +240,7 @@ class LocalReplicas(Replicas):
             while (result := self._train(number, metrics, arrive)) is None:
                 self._begin_anew(number)
             turn = self.batches.places.step_of(number)
-            if self.leased:
+            if self.leases_samples:
                 self.fragment = turn = self._own_turn(result.weight)
             self._exchange_fragment(turn, result.weight, chunk_ready)
             self._companion.end_share(chunk_ready, self._update_at)
@@ -305,7 +309,7 @@ class LocalReplicas(Replicas):
             self._earlier = None
             for model in self._of_rounds:
                 model.decided_before(self._present.round)
-            if self.leased:
+            if self.leases_samples:
                 self._add_what_others_changed()
         for index in self._own_weights.sent:
             dtype = self.layout.chunks[index].dtype
@@ -402,7 +406,7 @@ class LocalReplicas(Replicas):
             self._before = _Before(number, self._rounds, records, schedule, own, buffers)
             self._earlier = before if self.delays else None
             self._rounds += 1
-        self._is_open = self.leased
+        self._is_open = self.leases_samples
 
     @property
     def _present(self) -> _Before:
@@ -582,12 +586,14 @@ class LocalReplicas(Replicas):
         # A share that was computed for a later step does not count, nor does a leased one that is not committed.
         kept = (each for each in (self._earlier, self._before) if each is not None)
         later = (each for each in kept if self.batches.places.step_of(each.number) >= step)
-        before = (self._before if self._is_open else None) if self.leased else next(later, None)
+        before = (
+            (self._before if self._is_open else None) if self.leases_samples else next(later, None)
+        )
         if before is not None:
             records, schedule, own = before.optimizer, before.schedule, before.own
         else:
             records, schedule, own = self._records(), self._schedule.state(), self._own_weights
-        if self.leased and not self._base_is_due:
+        if self.leases_samples and not self._base_is_due:
             own = own.onto(self.layout, self._base, self.weights)
         state, plain = assemble(self.layout, records)
         found = {name: value.clone() for name, value in state.items()}

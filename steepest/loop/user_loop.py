@@ -15,7 +15,7 @@ from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import seed_everything
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
-from steepest.core.protocol.commit_rules import CommitRule, needs_all
+from steepest.core.protocol.commit_rules import CommitRule
 from steepest.errors import ConfigurationError
 from steepest.loop.cursor import Cursor, Pass
 from steepest.loop.gatherer import Gatherer
@@ -83,7 +83,7 @@ class UserLoop:
         ahead: bool = False,
     ) -> None:
         self.job, self.seed, self.rule, self.local = job, seed, rule, local
-        self.together = needs_all(rule)  # whether every worker contributes to each update
+        self.together = rule.needs_all  # whether every worker contributes to each update
         self.ahead = ahead
         self._paced = paced
         self._function = function

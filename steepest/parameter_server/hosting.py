@@ -90,7 +90,7 @@ def host_server(
         weights,
         router.sender(peer),
         router.in_use,
-        mode=ServerMode(together=False, open_to_all=True),
+        mode=ServerMode(stages_each=True, versions_differ=True, open_to_all=True),
     )
     server.version = version
     router.host(peer, server)

@@ -134,8 +134,8 @@ class ModelledServer:
             sizes,
         )
         self._in_workers = job.servers_in_workers
-        self._together = not job.stages_each
-        self._streams = schedule.streams and self._together
+        self._stages_each = job.stages_each
+        self._streams = schedule.streams and not self._stages_each
         self._everyone = [(worker, 0) for worker in range(job.num_workers if self._streams else 0)]
         # first layers first, as the next forward pass needs them
         held = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
@@ -156,7 +156,7 @@ class ModelledServer:
         """Stage a chunk of a gradient, or that there is none of some chunks."""
         for chunk in push.chunks:
             nbytes = self._sizes.plain[chunk] if push.size else 0
-            if self._together:
+            if not self._stages_each:
                 self._reduce(push.pulled, chunk, nbytes)
             else:
                 self._count(push, nbytes)
@@ -213,7 +213,7 @@ class ModelledServer:
         changed = self._layout.changed_by(commit.version)
         for chunk in (each for each in self._order if each in changed):
             nbytes = self._sizes.plain[chunk]
-            if not self._together:
+            if self._stages_each:
                 self.process.spend(self._adding(nbytes, len(commit.pushes)))
             self._apply(chunk)
             self._send(commit.readers, commit.version, [chunk])

@@ -15,7 +15,6 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import AskForSteps
 from steepest.core.messages.membership import Join
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.core.protocol.commit_rules import needs_all
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.planning.events import Events, Links, LinkTraffic, ModelledProcess
@@ -89,7 +88,7 @@ def make_job(
     """
     strategy.check_workers(workers)
     local, rule = strategy.local, strategy.rule
-    if local and not needs_all(rule) and (strategy.delay or strategy.cut.fragments > 1):
+    if local and not rule.needs_all and (strategy.delay or strategy.cut.fragments > 1):
         raise ConfigurationError(
             f"a plan of rounds (quorum= or pace=) with delay={strategy.delay} and fragments={strategy.cut.fragments}: "
             "what a round carries then depends on who is late, which no plan knows; leave delay and fragments out"

@@ -372,7 +372,7 @@ def _server(job: Job, weights: torch.Tensor, version: int) -> Server:
         job.server_spec,
         weights,
         lambda peer, message: None,
-        mode=ServerMode(together=False, open_to_all=True),
+        mode=ServerMode(stages_each=True, versions_differ=True, open_to_all=True),
     )
     server.version = version
     return server

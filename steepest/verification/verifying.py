@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steepest.core.protocol.commit_rules import needs_all
 from steepest.errors import ConfigurationError
 from steepest.loop.script import UserScript
 from steepest.strategies.named import as_strategy
@@ -76,7 +75,7 @@ def verify(
     require_count("num_workers", num_workers)
     require_choice("deaths", deaths, DEATHS)
     chosen = as_strategy(strategy)
-    if chosen.local or not needs_all(chosen.rule):
+    if chosen.local or not chosen.rule.needs_all:
         raise ConfigurationError(_OTHERS.format(strategy))
     begun = time.perf_counter()
     tell = told or (lambda _: None)

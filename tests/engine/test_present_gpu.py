@@ -72,7 +72,7 @@ def test_each_replica_of_a_worker_computes_on_its_own_gpu(
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **_: tensor.clone())
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
     monkeypatch.setattr(torch, "as_tensor", lambda value, device=None: torch.tensor(value))
-    replicas = Replicas(made, gpus, WorkShare(0, 1, 0, replicas=3))
+    replicas = Replicas(made, gpus, WorkShare(0, 1, 0))
     assert cuda.current() == 1
     replicas.use_plan(SamplePlan(models.SAMPLES, 3 * models.BATCH, 0), 0)
     replicas.compute(0, lambda *_: True, False)

@@ -54,7 +54,7 @@ class Alone:
         self.sent: list[Message] = []
         self.read: set[int] = set()  # addresses of what is being read
         topology = Topology(LAYOUT, [holders] * len(LAYOUT.chunks), hosts or HostMap.apart(2, 2))
-        options = {"mode": ServerMode(together=False), **options}
+        options = {"mode": ServerMode(stages_each=True, versions_differ=True), **options}
         self.server = Server(
             index,
             topology,
@@ -231,7 +231,7 @@ def test_of_a_life_that_is_over_nothing_stays_and_nothing_is_taken() -> None:
 def test_of_a_user_that_left_what_had_not_arrived_whole_is_dropped_and_the_coordinator_knows() -> (
     None
 ):
-    job = Alone(mode=ServerMode(together=False, open_to_all=True))
+    job = Alone(mode=ServerMode(stages_each=True, versions_differ=True, open_to_all=True))
     job.begin()
     for user in (1, 100):
         job.push(user, 1, TRAINABLE[0], flat(1.0))

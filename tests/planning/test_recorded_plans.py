@@ -53,7 +53,7 @@ def test_predictions_are_those_of_an_event_for_each_part(
     seconds, computing, beside = RECORDED[case]
     # where workers do not wait for each other a step begins and ends in the middle of passes and messages, which take
     # longer or shorter by chance
-    together = strategy.rule.together
+    together = strategy.rule.needs_all
     assert found.seconds == pytest.approx(seconds, rel=1e-6 if together else 1e-2)
     assert found.computing == pytest.approx(computing, rel=1e-3 if together else 3e-2)
     assert found.beside == pytest.approx(beside, rel=1e-3 if together else 3e-2)

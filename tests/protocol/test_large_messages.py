@@ -158,7 +158,7 @@ def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
         coordinator.handle(CLIENT, Message(Kind.ASK, sequence=1, meta={"steps": 2, "stats": True})),
         seen,
     )
-    generation, together = coordinator.generation, rule.together
+    generation, together = coordinator.generation, rule.needs_all
     for version in range(2):
         for worker in range(MANY if together else 60):
             source = worker_peer(worker)

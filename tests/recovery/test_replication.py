@@ -136,7 +136,7 @@ def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(
     assert as_replayed(cluster, replayed, salvaged_weights(cluster, found))
     assert found.state["history"]["committed"] == found.version
     following, *free = found.state["ledger"]
-    if not job.strategy.rule.together:  # what is not free is committed
+    if not job.strategy.rule.needs_all:  # what is not free is committed
         taken = {push.share for commit in commits for push in commit.pushes}
         assert taken == set(range(following)) - set(free)
 

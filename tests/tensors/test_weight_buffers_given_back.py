@@ -53,7 +53,7 @@ class Reading:
             allocate(self.layout.nbytes),
             lambda peer, message: None,
             lambda view: view.data_ptr() in self.read,
-            mode=ServerMode(together=False),
+            mode=ServerMode(stages_each=True, versions_differ=True),
         )
         self.commits = 0
         self.server.handle(

@@ -72,10 +72,9 @@ def build_replicas(
         accumulate=job.micro_batches,
         updates=job.strategy.updates_of_share,
         updates_of_step=job.strategy.updates,
-        leased=job.leases_samples,
-        pushes=job.pushes_per_update,
         varies=job.global_batch_size is not None,
-        replicas=job.replicas,
+        rule=job.strategy.rule,
+        workers=job.num_workers,
     )
     made = (each.replicas(job, share, models, devices, memory) for each in extensions)
     replicas = next((found for found in made if found is not None), None)
@@ -89,7 +88,7 @@ def build_replicas(
         )
     elif (
         type(before) is Replicas
-        and before.leased == share.leased
+        and before.leases_samples == job.leases_samples
         and before.home == home
         and before.layout.chunks == models[0].layout.chunks
     ):
@@ -187,7 +186,8 @@ def host_server(
         router.in_use,
         own_pending=router.own_pending if shared else None,
         mode=ServerMode(
-            together=not job.stages_each,
+            stages_each=job.stages_each,
+            versions_differ=not job.needs_all,
             in_workers=job.strategy.in_workers,
         ),
     )

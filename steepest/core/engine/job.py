@@ -25,7 +25,6 @@ from steepest.core.protocol.commit_rules import (
     CommitAll,
     knows_norms,
     leases_samples,
-    needs_all,
     pushes_per_update,
     stages_each,
 )
@@ -311,7 +310,7 @@ class Job:
     @property
     def needs_all(self) -> bool:
         """Whether an update needs every worker, see `steepest.core.protocol.commit_rules`."""
-        return needs_all(self.strategy.rule)
+        return self.strategy.rule.needs_all
 
     @property
     def leases_samples(self) -> bool:

@@ -56,10 +56,10 @@ class OutgoingWeights:
         # by chunk, what they are sent where they are sent changes
         self._changes: dict[int, SentChanges] = {}
 
-    def change(self, held: ChunkStore, version: int, *, together: bool) -> None:
-        """Note that a chunk has the new weights of a version, which workers will be sent, perhaps all `together`."""
+    def change(self, held: ChunkStore, version: int, *, differ: bool) -> None:
+        """Note that a chunk has the new weights of a version, which workers will be sent, or `differ` from it."""
         if (packed := held.change_to_send()) is not None:
-            most = 0 if together else held.chunk.nbytes
+            most = held.chunk.nbytes if differ else 0
             changes = self._changes.setdefault(held.chunk.index, SentChanges(most))
             changes.add(version, packed, whole=packed.nbytes == held.chunk.nbytes)
 

@@ -29,7 +29,7 @@ class PushIntake:
         chunks: that the server holds, by index.
         answers_for: indices of those whose copies, if any, are on other servers.
         send: sends as the server.
-        together, open_to_all: as of `ServerMode`.
+        stages_each, open_to_all: as of `ServerMode`.
 
     Attributes:
         generation, version: at which the server is, which it says.
@@ -48,7 +48,7 @@ class PushIntake:
         answers_for: Collection[int],
         send: Send,
         *,
-        together: bool,
+        stages_each: bool,
         open_to_all: bool,
     ) -> None:
         self.generation = self.version = self.refused = 0
@@ -57,7 +57,7 @@ class PushIntake:
         self.progress = StagingProgress(len(self.trainable), answers_for)
         self._index, self._chunks, self._answers_for, self._send = index, chunks, answers_for, send
         self._codec, self._hosts = topology.wire_formats[0], topology.hosts
-        self._together, self._open_to_all = together, open_to_all
+        self._stages_each, self._open_to_all = stages_each, open_to_all
         copies = any(len(servers) > 1 for servers in topology.holders)
         # whether workers may have all weights of a version that this server has yet to make
         layout = topology.layout
@@ -78,11 +78,11 @@ class PushIntake:
     def is_late(self, message: Message) -> bool:
         """Return whether a push is of a generation, or a version, that is over."""
         late = message.generation < self.generation
-        return late or (self._together and message.version < self.version)
+        return late or (not self._stages_each and message.version < self.version)
 
     def are_whole(self, pushes: Collection[PushId]) -> bool:
         """Return whether some pushes can be committed, as far as this server knows."""
-        if self._together:
+        if not self._stages_each:
             return self.progress.version_is_whole
         if self._hosts.aggregators:
             return True  # several workers' pushes are staged as the first of them
@@ -91,7 +91,7 @@ class PushIntake:
 
     def close(self, pushes: Iterable[PushId]) -> None:
         """Refuse what comes later of pushes that are committed, where each is by itself."""
-        if not self._together:
+        if self._stages_each:
             for push in pushes:
                 self._done.add(push)
 
@@ -122,7 +122,7 @@ class PushIntake:
     def stage(self, source: Peer, pushed: Push | HostPush) -> None:
         """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused."""
         # The worker has the weights of the next version from servers that were sooner than this one.
-        is_next = self._is_passed and self._together and pushed.pulled == self.version + 1
+        is_next = self._is_passed and not self._stages_each and pushed.pulled == self.version + 1
         newer = pushed.generation > self.generation
         is_now = pushed.generation == self.generation
         if newer or (is_now and (is_next or self._may_have_joined(source))):
@@ -138,17 +138,16 @@ class PushIntake:
         payload = pushed.payload
         codec = held.codec_of(payload, self._codec)
         self._drop_taken_back(pushes, held)
-        if payload is not None and not self._together and pushed.chunk not in self._answers_for:
+        if payload is not None and self._stages_each and pushed.chunk not in self._answers_for:
             # Its worker overwrites it as soon as another server has sent the weights.
             payload = held.own(payload)
         push, workers = pushes[0], frozenset(push.worker for push in pushes)
         absent = frozenset(pushed.absent)
         held.staged[push] = StagedPush(workers, payload, pushed.unit, pushed.total, absent, codec)
-        if self._together:
-            if held.contributors() >= self.members:
-                self._reduce(held)
-        else:
+        if self._stages_each:
             self._count(push, held, pushed.pulled)
+        elif held.contributors() >= self.members:
+            self._reduce(held)
         if self.spans is not None:
             about = (push.sequence, pushed.pulled, pushed.chunk, source.index)
             self.spans.add(SpanKind.STAGE, began, *about)
@@ -156,7 +155,7 @@ class PushIntake:
     def _may_have_joined(self, source: Peer) -> bool:
         """Return whether a worker may be a member of which this server is not told yet."""
         workers = len(self._hosts.workers)
-        known = self._open_to_all or self._together or source.index in self.members
+        known = self._open_to_all or not self._stages_each or source.index in self.members
         return self._is_passed and not known and source.role == "worker" and source.index < workers
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
@@ -219,7 +218,7 @@ class PushIntake:
             return f"worker {push.worker} is no member"
         if push < self.progress.newest.get(push.worker, push):
             return ""  # it was taken back
-        if not self._together:
+        if self._stages_each:
             return self._reason_against_another(push, held)
         if pushed.pulled < self.version:
             return ""
@@ -229,7 +228,7 @@ class PushIntake:
 
     def _is_copy(self, pushes: list[PushId], held: ChunkStore) -> bool:
         """Return whether all of these pushes are staged on a chunk, perhaps within other sums."""
-        if not self._together:
+        if self._stages_each:
             return pushes[0] in held.staged
         if len(pushes) == 1 and self.progress.newest.get(pushes[0].worker) != pushes[0]:
             return False
@@ -254,13 +253,13 @@ class PushIntake:
             return  # a user may send several pushes at a time
         for push in pushes:
             older = self.progress.newest.get(push.worker, push)
-            if older != push and self._together:
+            if older != push and not self._stages_each:
                 for held in self.trainable:
                     self._take_back(push.worker, held)
             elif older != push and self.progress.is_partial(older):
                 self.forget(older)
             self.progress.newest[push.worker] = push
-            if self._together and chunk.staged:
+            if not self._stages_each and chunk.staged:
                 self._take_back(push.worker, chunk)
 
     def _take_back(self, worker: int, held: ChunkStore) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,14 @@ from steepest.core.models.protocol import (
 )
 from steepest.core.models.write_check import refusal
 from steepest.core.optim.spec import ScheduleState
-from steepest.core.protocol.commit_rules import NO_NORM
+from steepest.core.protocol.commit_rules import (
+    NO_NORM,
+    CommitAll,
+    CommitRule,
+    knows_norms,
+    leases_samples,
+    pushes_per_update,
+)
 from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import Entry, ParameterLayout
@@ -104,10 +111,9 @@ class WorkShare:
     accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
     updates: int = 1  # gradients of each replica in a step, see `steepest.local_sgd.replicas`
     updates_of_step: int = 1  # of each replica in a step, in all of its shares
-    leased: bool = False  # shares come one by one: the next one is not known beforehand
-    pushes: int = 1  # of workers, that make an update
     varies: bool = False  # whether `accumulate` may change with the job's size
-    replicas: int = 1  # of all workers together
+    rule: CommitRule = field(default_factory=CommitAll)
+    workers: int = 1  # of the job
 
 
 def _places(share: WorkShare, models: int) -> SamplePlaces:
@@ -192,11 +198,12 @@ class Replicas:
         accumulate = share.accumulate
         self.first_index = share.first_index
         self.worker = share.first_index // len(models)
-        self._replicas = share.replicas
-        self.leased, self._pushes = share.leased, share.pushes
+        self._take_numbers(share)
+        # whether shares come one by one: the next one is not known beforehand
+        self.leases_samples = leases_samples(share.rule)
         self.batches = BatchLoader(
-            *(self.models, _places(share, len(models)), (share.first_index, share.replicas)),
-            leased=share.leased,
+            *(self.models, _places(share, len(models)), (share.first_index, self._replicas)),
+            leased=self.leases_samples,
             seed=share.seed,
         )
         self._devices = tuple(devices)
@@ -226,6 +233,15 @@ class Replicas:
         self.rates: RateChanges = ()
         # has servers drop what was pushed of the present share; None between two shares
         self.take_back: Callable[[], None] | None = None
+
+    def _take_numbers(self, share: WorkShare) -> None:
+        """Note what follows of a share's commit rule and of the number of workers."""
+        self._replicas = share.workers * len(self.models)
+        self._needs_all, self._knows_norms = (
+            share.rule.needs_all,
+            knows_norms(share.rule, share.workers),
+        )
+        self._is_update = pushes_per_update(share.rule, share.workers) == 1
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Set the sample plan, None for streams, and the seed of the job."""
@@ -290,8 +306,8 @@ class Replicas:
         # `accumulate` changes only if it `varies`.
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
-        self._replicas, self._pushes = share.replicas, share.pushes
-        self.batches.divide(_places(share, len(self.models)), (share.first_index, share.replicas))
+        self._take_numbers(share)
+        self.batches.divide(_places(share, len(self.models)), (share.first_index, self._replicas))
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
             self._move(self._memory)
@@ -356,7 +372,7 @@ class Replicas:
 
     def require_norm(self) -> None:
         """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""
-        if self.leased and self._pushes > 1 and (greatest := self.clip) is not None:
+        if not self._knows_norms and (greatest := self.clip) is not None:
             raise ConfigurationError(NO_NORM.format(f"a model with clip_step={greatest}"))
 
     @property
@@ -397,7 +413,7 @@ class Replicas:
     @property
     def follow_commits(self) -> bool:
         """Whether models are told of commits, see `go_on`."""
-        return not self.leased and bool(self._able.commits)
+        return self._needs_all and bool(self._able.commits)
 
     def go_on(self, version: int) -> None:
         """Tell models that do more than to compute gradients that all weights of a version are here, see `Model`."""
@@ -466,8 +482,8 @@ class Replicas:
         replica = place[1]
         if (model := self._able.data[replica]) is not None:
             where = self.batches.places.where(place)
-            if empty or self.leased:
-                where = where._replace(empty=empty, leased=self.leased)
+            if empty or self.leases_samples:
+                where = where._replace(empty=empty, leased=self.leases_samples)
             model.take_place(where, self.first_index + replica, self._replicas)
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
@@ -571,9 +587,9 @@ class Replicas:
 
     def _of_update(self, places: Sequence[Place]) -> Sequence[Place] | None:
         """Return the places of the batches that make an update with those of a share: a step's (None), or not known."""
-        if not self.leased:
+        if self._needs_all:
             return None
-        return places if self._pushes == 1 else ()
+        return places if self._is_update else ()
 
     def warmup(self) -> None:
         """Compute one gradient on every replica and drop it; models keep their state."""

@@ -63,8 +63,11 @@ _DECISIONS: dict[MessageKind, type[Decision]] = {
 class ServerMode:
     """What servers do differently in the modes of training."""
 
-    # every member contributes to every version: a chunk is reduced as soon as the last has pushed it
-    together: bool = True
+    # each push is kept by itself until COMMIT; else a chunk is reduced as soon as the last member has pushed it
+    stages_each: bool = False
+    versions_differ: bool = (
+        False  # readers are sent different versions; else all are sent every one
+    )
     # each server lives in the process of the worker of its index, which takes its weights
     in_workers: bool = False
     open_to_all: bool = False  # whether processes that are no members may push
@@ -118,7 +121,7 @@ class Server:
         self.decisions = DecisionLog()  # the coordinator's, remembered where chunks have copies
         self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts
-        self._together = mode.together
+        self._stages_each, self._versions_differ = mode.stages_each, mode.versions_differ
         self._open_to_all = mode.open_to_all
         self._layout = layout
         # that this server holds, by index
@@ -135,7 +138,7 @@ class Server:
             self.chunks,
             self.answers_for,
             send,
-            together=mode.together,
+            stages_each=mode.stages_each,
             open_to_all=mode.open_to_all,
         )
         self._trainable = self._intake.trainable
@@ -168,7 +171,7 @@ class Server:
             set()
         )  # workers of whose pushes the last committed one was left out
         # where readers are sent different versions: that of each fragment's last update, and each reader's last one
-        self._updated = None if mode.together else [0] * layout.fragments
+        self._updated = [0] * layout.fragments if mode.versions_differ else None
         self._sent: dict[Peer, int] = {}
 
     def record(self, spans: RoleSpans | None) -> None:
@@ -350,7 +353,7 @@ class Server:
             return Status(f"is of no version: its optimizer raised {self.torn.error}")
         if not self._trainable:
             return Status("holds no chunk that is trained")
-        if not self._together:
+        if self._stages_each:
             come = self._intake.progress.in_words()
             return Status(f"waits for pushes to make version {version}: {come}", seconds)
         if self._intake.progress.version_is_whole:
@@ -398,7 +401,7 @@ class Server:
             if self.torn is not None:
                 continue
             if held.chunk.index in changed:
-                self._weights.change(held, commit.version, together=self._together)
+                self._weights.change(held, commit.version, differ=self._versions_differ)
             for reader, sequence, what in due:
                 self._send_due(reader, sequence, held, what)
         if self.torn is not None and self._open_to_all:
@@ -445,7 +448,7 @@ class Server:
 
     def _is_left_out(self, reader: Peer) -> bool:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
-        return bool(self._left_out) if self._together else reader.index in self._left_out
+        return reader.index in self._left_out if self._versions_differ else bool(self._left_out)
 
     def _apply(self, held: ChunkStore, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
@@ -453,7 +456,7 @@ class Server:
         began = 0.0 if spans is None else spans.now()
         if commit.clock:
             held.note_time(commit.clock)
-        if not self._together:
+        if self._stages_each:
             aggregated = self._hosts.aggregators
             held.reduce(push for push in commit.pushes if push in held.staged or not aggregated)
             if spans is not None:

@@ -317,7 +317,7 @@ class Worker:
             share = self._next_share(self.version)
             if share is not None:
                 self._step(share, self.version)
-            elif self._begins_early() and self._replicas.leased:
+            elif self._begins_early() and self._replicas.leases_samples:
                 self._step_ahead()
             elif self._begins_early():
                 share = self._next_share(self.version + 1)
@@ -350,7 +350,7 @@ class Worker:
 
     def _begins_early(self) -> bool:
         """Return whether the next version is on its way and this worker has nothing else to do."""
-        if self._replicas.leased:
+        if self._replicas.leases_samples:
             comes = self._lease is not None or len(self._ahead) > 0
             can = self._replicas.delays and self._between.wait and self._between.poll
             has_pushed = self._pushed[0] == self.generation and self._pushed[1] >= 0

@@ -32,14 +32,14 @@ class UnlikeError(Exception):
 
 
 def agreed(
-    reports: Reports, groups: Sequence[Mapping[str, Any]], *, together: bool
+    reports: Reports, groups: Sequence[Mapping[str, Any]], *, needs_all: bool
 ) -> tuple[Hyper, float | None]:
     """Return the hyperparameters of an update and its greatest norm, as the workers that have seen it say them.
 
     Args:
         reports: of the update's pushes.
         groups: the optimizer's own hyperparameters, by parameter group, for errors.
-        together: whether every worker contributes to each update. Otherwise the first worker's count: others may have
+        needs_all: whether every worker contributes to each update. Otherwise the first worker's count: others may have
             come to another epoch.
 
     Raises:
@@ -54,7 +54,7 @@ def agreed(
             alike = alike and report.hyper == first.hyper and report.clip == first.clip
     if first is None:
         return None, None
-    if together and not alike:
+    if needs_all and not alike:
         _compare({w: r for w, r in reports.items() if isinstance(r, Report)}, groups)
     return first.hyper, first.clip
 

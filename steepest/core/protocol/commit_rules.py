@@ -40,13 +40,13 @@ class CommitRule(Protocol):
     as make a version of a step counts as so many versions.
 
     Attributes:
-        together: whether every member contributes to every version. What follows of it for whom has names of its own:
-            `needs_all`, `leases_samples`, `stages_each`.
+        needs_all: whether a version needs a push of every member, so that none goes on without one that is lost.
+            What follows of it for others has names of its own: `leases_samples`, `stages_each`.
         same_version: whether a version is made of gradients of the version before it alone: what is computed from
             older weights will be dropped, and is not waited for.
     """
 
-    together: bool
+    needs_all: bool
     same_version: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
@@ -72,17 +72,12 @@ NO_NORM = (
 )
 
 
-def needs_all(rule: CommitRule) -> bool:
-    """Return whether a version needs every member, so that none goes on without one that is lost."""
-    return rule.together
-
-
 def leases_samples(rule: CommitRule) -> bool:
     """Return whether the coordinator gives workers shares of the samples one by one.
 
     Elsewhere a worker has the share of its own number in each step.
     """
-    return not rule.together
+    return not rule.needs_all
 
 
 def stages_each(rule: CommitRule) -> bool:
@@ -90,7 +85,7 @@ def stages_each(rule: CommitRule) -> bool:
 
     Elsewhere they add pushes up as they arrive.
     """
-    return not rule.together
+    return not rule.needs_all
 
 
 def pushes_per_update(rule: CommitRule, workers: int) -> int:
@@ -115,7 +110,7 @@ def knows_norms(rule: CommitRule, workers: int) -> bool:
 class CommitAll:
     """Synchronous training: a version is one push of every member."""
 
-    together = True
+    needs_all = True
     same_version = True
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
@@ -154,7 +149,7 @@ class CommitFirst:
     """
 
     backup: int
-    together = False
+    needs_all = False
     same_version = True
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
@@ -197,7 +192,7 @@ class CommitEach:
 
     lead: int | None = None
     drop_above: int | None = None
-    together = False
+    needs_all = False
     same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
@@ -248,7 +243,7 @@ class CommitQuorum:
     grace: float = 0.0
     shares: int = 1
     ahead: bool = False
-    together = False
+    needs_all = False
     same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:

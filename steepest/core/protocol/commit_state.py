@@ -19,7 +19,6 @@ from steepest.core.protocol.commit_rules import (
     Staged,
     Verdict,
     leases_samples,
-    needs_all,
     pushes_per_update,
     stages_each,
 )
@@ -64,7 +63,7 @@ class CommitState:
         self.members = members
         self.servers = servers
         self.rule = rule
-        self.leases_samples, self.needs_all = leases_samples(rule), needs_all(rule)
+        self.leases_samples, self.needs_all = leases_samples(rule), rule.needs_all
         self.version = 0  # number of updates committed; with rounds of a quorum of shares
         self.generation = 0  # number of the present membership; pushes of earlier ones are void
         # the newest version that clients may learn of; infinity where no server remembers

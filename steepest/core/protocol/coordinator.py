@@ -292,7 +292,7 @@ class Coordinator:
         norm = state.staging.norm(pushes)
         reports = state.staging.take(pushes)
         try:
-            told, own_clip = agreed(reports, self._groups, together=state.needs_all)
+            told, own_clip = agreed(reports, self._groups, needs_all=state.needs_all)
             hyper = (
                 self._hyperparameters(state.step)
                 if told is None
