@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 
 import pytest
@@ -17,9 +17,11 @@ def test_ray_is_ended_whole_although_the_wait_for_it_is_interrupted(
 ) -> None:
     """The first Ctrl-C leaves the block, the second one comes amid `ray.shutdown`."""
     interrupted, ended = threading.Event(), list[threading.Thread]()
+    main = threading.get_ident()
 
     def shutdown() -> None:
-        _thread.interrupt_main()
+        # unlike `_thread.interrupt_main` it wakes a thread that waits already
+        signal.pthread_kill(main, signal.SIGINT)
         assert interrupted.wait(60)
         ended.append(threading.current_thread())
 
