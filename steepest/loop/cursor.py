@@ -51,13 +51,11 @@ class Pass:
         number: in all epochs, from 1; 0 before it is begun.
         begun: whether it is.
         is_over: whether it has no further batch for the loop.
-        first: batches before the one that the loop has just been given, where it enters in the middle; otherwise 0.
     """
 
     number: int = 0
     begun: bool = False
     is_over: bool = False
-    first: int = 0
 
 
 class Cursor:
@@ -157,7 +155,8 @@ class Cursor:
         goes_on = goes_on and self.back < MOST_AGAIN
         if goes_on:
             self.before += self.place.step
-        self.place = self.place._replace(batch=self.place.batch + 1, step=0, inside=True)
+        epoch, passes, passed, batch, _, _ = self.place
+        self.place = LoopPlace(epoch, passes, passed, batch + 1, 0, True)
         if not goes_on:
             self.forget_before()
         self._summed_by, self._begun = size, True
@@ -174,7 +173,8 @@ class Cursor:
     def take_step(self) -> None:
         """Note that a step of the present batch is committed, or that one that is was passed over."""
         self.skip = max(self.skip - 1, 0)
-        self.place = self.place._replace(step=self.place.step + 1)
+        epoch, passes, passed, batch, step, inside = self.place
+        self.place = LoopPlace(epoch, passes, passed, batch, step + 1, inside)
 
     # -- entering ------------------------------------------------------------------------------
 
@@ -313,7 +313,8 @@ class Cursor:
         """Return whether the pass has a further batch, for which the loop then waits."""
         if not self._has_more(size):
             return False
-        self.place = self.place._replace(inside=False)
+        epoch, passes, passed, batch, step, _ = self.place
+        self.place = LoopPlace(epoch, passes, passed, batch, step, False)
         return True
 
     def _has_more(self, size: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from steepest.core.engine.generators import HeldGenerators
 from steepest.core.tensors.half_precision import sum_dtype
 from steepest.errors import ConfigurationError
+from steepest.loop.cursor import Cursor
 from steepest.loop.gathering import (
     Gathered,
     GatheringParts,
@@ -139,6 +140,11 @@ class Gatherer:
         assert self._dealt_to is not None
         gathered = self.region is Region.BEFORE and self._nth > 0
         return now != (self._dealt_to if gathered else self._dealt_to._replace(drops=now.drops))
+
+    def behind_steps(self, cursor: Cursor | None) -> list[Any]:
+        """Return what was gathered behind steps that the loop has taken, see `Gatherings.behind_steps`."""
+        before = 0 if cursor is None else cursor.number + (cursor.place.step > 0)
+        return self.gatherings.behind_steps(before)
 
     def put(self, wanted: GatheringParts) -> None:
         """Wait for parts from now on; the worker's own are sent to the others."""

@@ -173,15 +173,18 @@ class Gatherings:
         self._waits_at = None
         self.drops += 1
 
-    def behind_steps(self) -> list[tuple[int, int, int, int, int, torch.Tensor]]:
+    def behind_steps(self, before: int) -> list[tuple[int, int, int, int, int, torch.Tensor]]:
         """Return what was gathered behind steps and epochs: number, region, nth, steps, worker and part.
 
         It is a part of a worker's state: one that has gone on has gathered with others that have yet to.
+
+        Args:
+            before: the number of the first batch, or round, whose step the loop has yet to take.
         """
         return [
             (place.number, int(place.region), place.nth, self._steps.get(place, 0), owner, payload)
             for place, parts in self.parts.items()
-            if place.region is not Region.BEFORE
+            if place.region is not Region.BEFORE or place.number < before
             for owner, payload in parts.items()
             if payload.numel() != _ABSENT.numel()
         ]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,47 +67,13 @@ class TrainingLoader(PreparedLoader):
 
 
 class _Batches(Iterator[Any]):
-    """A worker's batches of one pass over the loader.
-
-    Where they begin in the middle of it, an `enumerate` of the loader counts those before too: what a script does at
-    each so many batches is done by a worker that joins later at the same ones as by the others.
-    """
+    """A worker's batches of one pass over the loader."""
 
     def __init__(self, loop: UserLoop) -> None:
         self._loop, self._pass = loop, Pass()
-        self._counts = False
 
     def __next__(self) -> Any:
-        if self._counts:
-            return None
-        batch = self._loop.next_batch(self._pass)
-        if first := self._pass.first:
-            self._pass.first = 0
-            self._count(first)
-        return batch
-
-    def _count(self, first: int) -> None:
-        """Have the `enumerate` that is about to number a batch number so many before, which are not there."""
-        self._counts = True
-        # zip and map hold iterators in a tuple
-        held = [each for each in gc.get_referrers(self) if each is not vars(self)]
-        tuples = [each for each in held if type(each) is tuple]
-        around = [each for each in (*held, *gc.get_referrers(*tuples)) if hasattr(each, "__next__")]
-        try:
-            for each in around:
-                if type(each) is enumerate:
-                    for _ in range(first):
-                        next(each)
-        finally:
-            self._counts = False
-        through_generator = bool(sys._getframe(2).f_code.co_flags & inspect.CO_GENERATOR)
-        if through_generator or any(type(each) is not enumerate for each in around):
-            warnings.warn(
-                f"worker {self._loop.rank} enters the loop over the loader behind {first} of its batches, and goes "
-                "through it by something that may count or read along, such as tqdm or zip, and begins anew here: keep "
-                "what counts by steepest.register(), or write `for number, batch in enumerate(loader)`",
-                stacklevel=3,
-            )
+        return self._loop.next_batch(self._pass)
 
 
 class EvaluationLoader(PreparedLoader):

@@ -65,6 +65,11 @@ class HasStates(Protocol):
         """The number of the job's last step of which the loop has taken all batches."""
         ...
 
+    @property
+    def next_report(self) -> int:
+        """The number of the next call of `report`, if it is made here."""
+        ...
+
 
 @dataclass(frozen=True)
 class BegunRound:
@@ -182,7 +187,7 @@ class LoopStates:
         if self._job.asked is Ask.PARTS and not inside:
             found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
             if found is not None:  # what it has reported since then is not reported again
-                return {**found, "reported": self._loop.calls.count}
+                return {**found, "reported": self._loop.next_report}
         if begun is not None:
             return unpack(begun.state)
         state = self._present()
@@ -289,8 +294,8 @@ class LoopStates:
         """Return the part of the state that a loop sets by hand, which may change before the next step."""
         loop = self._loop
         found = {
-            "reports": loop.calls.count,
-            "since": loop.calls.weight,
+            "reports": loop.next_report,
+            "since": dict(loop.calls.since),
             "kept": {} if loop.kept is None else loop.kept.state(objects=False),
         }
         if loop.cursor is not None:
@@ -322,8 +327,8 @@ class LoopStates:
         return {
             "step": self.steps,
             "batches": self._loop.batches,
-            "reports": self._loop.calls.count,
-            "since": self._loop.calls.weight,
+            "reports": self._loop.next_report,
+            "since": dict(self._loop.calls.since),
             "kept": kept,
             "at": at,
             "epoch": self._loop.epoch,

@@ -484,7 +484,7 @@ class LoopModel(TorchModel):
         state = self.loop.states.state()
         unsent = self.loop.reports.unsent_before(state.get("reported", state["reports"]))
         state["unsent"] = self.loop.rank, [tuple(each) for each in unsent]
-        state["gathered"] = self.loop.size, self.loop.gatherer.gatherings.behind_steps()
+        state["gathered"] = self.loop.size, self.loop.gatherer.behind_steps(self.loop.cursor)
         return {**self._buffers(), LOOP_STATE: pack(state, self.loop.batches)}
 
     def _buffers(self) -> dict[str, torch.Tensor]:

@@ -1,48 +1,48 @@
-"""The numbers of a worker's calls of `report`, which put together what all workers say of one step."""
+"""The numbers of a worker's calls of `report`, which put together what all workers say at one place of the loop."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from steepest.observe.reports import CALLS_OF_PLACE
 
 
 class ReportCalls:
     """The calls of `report` of one worker's loop.
 
-    Where others take a step in which this worker has no samples, its next calls have the numbers that theirs have:
-    as many are left out as it has made for the batch before.
+    A call's number says the place of the loop, which is the same on all workers, and which of the calls there it is.
 
     Attributes:
-        count: of calls before the next one, with those that are left out.
-        weight: of the batches since the last call.
-        made: calls that were made before the loop began anew, whose values count.
+        since: what the batches weigh since each name was reported last; "" for those that were not.
+        made: the number of the first call that counts: those before were made where the loop was set back.
     """
 
-    def __init__(self, count: int = 0, weight: float = 0.0, made: int = 0) -> None:
-        self.count, self.weight, self.made = count, weight, made
-        self._before: int | None = None  # as `count`, before the last batch of the epoch
-        self._missed = 0  # steps since that batch in which the worker has no samples
+    def __init__(self) -> None:
+        self.since, self.made = {"": 0.0}, 0
+        self._place, self._calls = 0, 0  # where the last call was, and the calls there
 
-    def called(self) -> tuple[int, float]:
-        """Note a call; return its number, and the weight with which its values count."""
-        found, self.count, self.weight = (self.count, self.weight), self.count + 1, 0.0
-        return found
+    def go_on(self, since: Mapping[str, float] | float, made: int) -> None:
+        """Go on with what another worker had, or this one where it was set back to."""
+        self.since = dict(since) if isinstance(since, Mapping) else {"": since}
+        self.made = made
 
-    def miss(self) -> None:
-        """Note a step in which the worker has no samples."""
-        self._missed += 1
+    def next(self, place: int) -> int:
+        """Return the number of the next call, if it is at this place."""
+        return place * CALLS_OF_PLACE + (self._calls if place == self._place else 0)
 
-    @property
-    def of_batch(self) -> int:
-        """The number of calls since the last batch of the epoch; 0 before any."""
-        return 0 if self._before is None else self.count - self._before
+    def called(self, place: int) -> int:
+        """Note a call at a place; return its number."""
+        number = self.next(place)
+        self._place, self._calls = place, number % CALLS_OF_PLACE + 1
+        return number
 
-    def leave_out(self, of_batch: int) -> None:
-        """Leave out the numbers of others' calls in the steps that were missed, so many in each."""
-        self.count += of_batch * self._missed
-        self._missed = 0
+    def weigh(self, names: Iterable[str]) -> float:
+        """Return what values of these names weigh: as the batches since they were reported last."""
+        own = {name: self.since.get(name, self.since[""]) for name in names}
+        self.since |= dict.fromkeys(own, 0.0)
+        return max(own.values(), default=0.0)
 
-    def begin_batch(self) -> None:
-        """Note that a batch begins."""
-        self._before = self.count
-
-    def end_epoch(self) -> None:
-        """Note that an epoch has no further batch."""
-        self._before = None
+    def count(self, weight: float) -> None:
+        """Note that the present batch weighs so much, or so much more."""
+        for name in self.since:
+            self.since[name] += weight

@@ -123,7 +123,7 @@ class Session:
         if self.loop.gatherer.gatherings.parts:
             self.loop.gatherer.gatherings.answer()  # others may gather where the loop went on
         self._raise_error()
-        self.loop.states.rounds.said = self.loop.calls.count
+        self.loop.states.rounds.said = self.loop.next_report
         return self.job.asked is Ask.COMMIT
 
     def awaits(self, where: Where) -> bool:
@@ -148,8 +148,6 @@ class Session:
 
     def pass_by(self, where: Where) -> None:
         """Note that the worker has no samples in the job's next step."""
-        if self.loop.together and where.step >= self.job.passed:
-            self.loop.calls.miss()
         self.job.pass_by(where, all_before=not self.loop.ahead)
 
     def committed(self, steps: int, *, waits: bool = False) -> None:

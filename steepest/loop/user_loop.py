@@ -17,6 +17,7 @@ from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
 from steepest.core.protocol.commit_rules import CommitRule
 from steepest.errors import ConfigurationError
+from steepest.loop import counting
 from steepest.loop.cursor import Cursor, Pass
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
@@ -40,7 +41,9 @@ from steepest.loop.torch_clipping import watched as clipping_watched
 from steepest.loop.torch_scaling import watched as scaling_watched
 from steepest.loop.turns import Turns
 from steepest.loop.unseen import Unseen, noted
-from steepest.observe.reports import Reported
+from steepest.observe.reports import CALLS_OF_PLACE, Reported
+
+MOST_BATCHES = 1 << 24  # of a worker's: more than it has in a job
 
 _local = threading.local()
 _running: list[UserLoop] = []  # in this process
@@ -69,6 +72,7 @@ class UserLoop:
         settings: what the script has set of its optimizers and schedulers; None before `prepare`.
         resumed: which of these are others than those of the checkpoint, in words.
         batches: that the loop has taken.
+        passed_by: batches of passes that the loop has entered behind them.
         meets: whether workers wait for each other behind each epoch, as far as the loop has said so.
     """
 
@@ -117,7 +121,7 @@ class UserLoop:
         self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
         self.own_weight: float | None = None
-        self.calls = ReportCalls(self.calls.count)
+        self.calls = ReportCalls()
         self.kept: Kept | None = None
         self.schedules = Schedules(self)
         self.settings: ScriptSettings | None = None
@@ -127,6 +131,7 @@ class UserLoop:
         self._passes = 0  # backward passes since the last step, when the present batch began
         self._seen = 0, 0  # samples of the batches of the next step, on this worker and on all
         self._enters = True  # whether no batch was taken yet
+        self.passed_by = 0
         self.states = LoopStates(self, self.job)
         self._stand_in = StandIn(self)
 
@@ -240,6 +245,7 @@ class UserLoop:
                 raise told from error
             raise
         finally:
+            counting.end(self)
             _local.loop = None
             _running.remove(self)
 
@@ -274,6 +280,8 @@ class UserLoop:
                 "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both"
             )
         self.wanted_epochs = count
+        if self.arriving is not None and (self.cursor is None or self.cursor.has_loader):
+            counting.begin(self)
         assert self.settings is not None
         self.settings.state["epochs"] = count
         check_lengths(self.prepared, count, self.job.size)
@@ -366,7 +374,7 @@ class UserLoop:
         self.arriving = None
         self.steps.lacks_batches = True
         self.job.arrive(state["step"])
-        self.calls = ReportCalls(state["reports"], state["since"], state.get("reported", 0))
+        self.calls.go_on(state["since"], self._first_report(state))
         self.batches = state["batches"]
         assert self.prepared is not None
         prepared = self.prepared
@@ -380,6 +388,13 @@ class UserLoop:
             self.schedules.restore(state)
         if self.kept is not None:
             self.kept.load(state["kept"], finder(self._function))
+
+    def _first_report(self, state: Mapping[str, Any]) -> int:
+        """Return the number of the first report that counts of a loop which goes on from a state."""
+        reported: int = state.get("reported", 0)
+        of, _ = state.get("unsent", (self.job.rank, ()))
+        # another worker may have had calls of its own at that place
+        return reported if of == self.job.rank else reported - reported % CALLS_OF_PLACE
 
     def _set_by_hand(
         self, state: Mapping[str, Any], *, settings: Mapping[str, Any], kept: bool = True
@@ -502,13 +517,13 @@ class UserLoop:
             return self._next_of_pass(self.cursor, own)
         if (again := self._stand_in.next_batch()) is not None:
             self._enters = False
-            own.first = self.prepared.model.steps_before(self.job.passed - 1)
+            self._pass_by(self.prepared.model.steps_before(self.job.passed - 1))
             return again[0]
         pending = self._next_pending()
         if self._enters:
             self._enters = False
-            if self.together:
-                own.first = self.prepared.model.steps_before(pending.where.step)
+            step = pending.where.step
+            self._pass_by(self.prepared.model.steps_before(step) if self.together else 0)
         pending = self.prepared.model.loaded(pending)
         self._seed_for(pending.where.step, part=pending.where.part[0])
         taken = None if self.taken is None else self.taken.where
@@ -523,7 +538,6 @@ class UserLoop:
         if not (same and self.whole):
             self.whole += pending.whole
         self.pending, self.taken = None, pending
-        self.calls.begin_batch()
         self.job.see(pending.where)
         self.gatherer.enter(Region.BEFORE, pending.where.step)
         self.gatherer.order = []
@@ -532,13 +546,10 @@ class UserLoop:
 
     def _next_pending(self) -> Batch:
         """Return the batch that the engine gives next; StopIteration at the end of the present epoch."""
-        calls = self.calls.of_batch
         while self.pending is None:
             if self.has_seen_all:
-                self.calls.leave_out(calls)
                 self._end_epoch()
             self.job.turns.ask(Ask.BATCH)
-        self.calls.leave_out(calls)
         epoch = self.pending.where.epoch or 0
         if epoch > self.epoch:
             self._end_epoch()
@@ -560,7 +571,7 @@ class UserLoop:
         self.batches += 1
         self.samples += samples
         self.weight += samples
-        self.calls.weight += samples
+        self.calls.count(samples)
         self._batch_weight, self.own_weight = float(samples), None
 
     def _end_epoch(self) -> None:
@@ -573,7 +584,6 @@ class UserLoop:
             self.gatherer.enter(Region.END, number)
             self._seed_for(number, 0, Region.END)
             self.states.boundary.mark("end")
-            self.calls.end_epoch()
         raise StopIteration
 
     def _next_of_pass(self, cursor: Cursor, own: Pass) -> Any:
@@ -610,7 +620,7 @@ class UserLoop:
         self.gatherer.order = []
         self.batches += 1
         self.own_weight = None
-        self.calls.weight += cursor.samples or 0
+        self.calls.count(cursor.samples or 0)
         self._weigh_batch(cursor)
         return self.on_device(batch)
 
@@ -657,9 +667,15 @@ class UserLoop:
         own.number = cursor.place.passed
         if enters:
             self._come_to_place(cursor)
-            own.first = cursor.batches_before(self.job.size)
+            self._pass_by(cursor.batches_before(self.job.size))
         else:
+            counting.end(self)
             self.states.close_top()
+
+    def _pass_by(self, batches: int) -> None:
+        """Note that the loop enters a pass behind so many of its batches."""
+        self.passed_by += batches
+        counting.end(self)
 
     def _begin_batch(self, cursor: Cursor) -> None:
         """Note that the next batch, or round, begins, whose gradients may be added to those of batches before."""
@@ -707,7 +723,7 @@ class UserLoop:
             self.own_weight = checked_weight(weight)
             self.weights.say(self.own_weight)
             self.weight = self.weights.weight
-            self.calls.weight += self.own_weight - before
+            self.calls.count(self.own_weight - before)
             return
         if self.taken is None:
             raise ConfigurationError(
@@ -716,7 +732,7 @@ class UserLoop:
         before, self._batch_weight = self._batch_weight, checked_weight(weight)
         self.own_weight = self._batch_weight
         self.weight += self._batch_weight - before
-        self.calls.weight += self._batch_weight - before
+        self.calls.count(self._batch_weight - before)
 
     @property
     def present_weight(self) -> float:
@@ -839,13 +855,37 @@ class UserLoop:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's, for the driver."""
+        number = self.calls.called(self.report_place)
         if not self.counts:
             return
-        found = checked_metrics({name: _number(value) for name, value in values.items()})
-        number, weight = self.calls.called()
+        numbers = checked_metrics({name: _number(value) for name, value in values.items()})
+        weight = self.calls.weigh(numbers)
         if number >= self.calls.made:
-            self.reports.add(Reported(number, weight, found))
-            self.fresh |= found
+            self.reports.add(Reported(number, weight, numbers))
+            self.fresh |= numbers
+
+    @property
+    def report_place(self) -> int:
+        """The number of the place where the loop is, the same on all workers: each is greater than those before."""
+        is_end = self.gatherer.region is Region.END
+        if not self.together:  # each worker has as many batches in an epoch as it manages
+            return (
+                (self.epoch + 1) * MOST_BATCHES - 1
+                if is_end
+                else self.epoch * MOST_BATCHES + self.batches
+            )
+        if self.cursor is not None:
+            batches = self.cursor.place.batch
+        elif is_end:
+            batches = self.gatherer.number * (self.local or 1)
+        else:
+            batches = 0 if self.taken is None else self._own_updates(self.taken.where)
+        return 2 * (self.epoch + batches) + is_end
+
+    @property
+    def next_report(self) -> int:
+        """The number of the next call of `report`, if it is made here."""
+        return self.calls.next(self.report_place)
 
 
 def current() -> UserLoop | None:

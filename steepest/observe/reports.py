@@ -8,17 +8,22 @@ from typing import Any, NamedTuple
 
 from steepest.core.system import system
 
+CALLS_OF_PLACE = 1 << 16  #: more than a loop has calls of `report` at one place
+
 
 class Reported(NamedTuple):
     """The values of one call of `report` on one worker."""
 
-    number: int  # of the worker's calls before
-    weight: float  # of this worker's batches since its call before
+    # the number of the place in the loop, times CALLS_OF_PLACE, and that of the calls before at that place
+    number: int
+    weight: float  # of this worker's batches since it reported these names before
     values: dict[str, float]
 
 
 class Reports:
-    """The values of all calls of `report`: the n-th calls of all workers are one row.
+    """The values of all calls of `report`: what workers report by one name at one place of the loop are one value.
+
+    A name that is reported several times at a place has as many values there. Those of one call are in one row.
 
     With `Checkpoints` the calls are also in the file ``reports.jsonl`` beside them, a row for each: a program that
     continues from a checkpoint has those that were made before.
@@ -29,11 +34,15 @@ class Reports:
         >>> reports.add(1, [Reported(0, 1, {"loss": 2.0})], step=5)
         >>> reports.rows()
         [{'loss': 1.25}]
+        >>> reports.add(0, [Reported(1, 3, {"accuracy": 0.5}), Reported(2, 3, {"loss": 0.0})], step=5)
+        >>> reports.add(1, [Reported(1, 1, {"loss": 4.0})], step=5)
+        >>> reports.rows()
+        [{'loss': 1.25}, {'accuracy': 0.5}, {'loss': 1.0}]
     """
 
     def __init__(self) -> None:
-        # by number of the call and worker
-        self._calls: dict[int, dict[int, Reported]] = {}
+        # by number of the place, then by worker and number of the call
+        self._calls: dict[int, dict[tuple[int, int], Reported]] = {}
         self._shown: dict[int, int] = {}  # by worker, the last call that a step's row tells of
         self._new: list[tuple[int, int, Reported]] = []  # not in the file: step, worker and call
         self._dropped = 0  # of these before, that are
@@ -47,12 +56,16 @@ class Reports:
             step: the number of steps committed by then.
         """
         for each in reported:
-            of_all = self._calls.setdefault(each.number, {})
-            if (
-                of_all.get(worker) != each
-            ):  # at the end of a `fit` workers are asked for all once more
-                of_all[worker] = each
+            # at the end of a `fit` workers are asked for all once more
+            if self._put(worker, each):
                 self._new.append((step, worker, each))
+
+    def _put(self, worker: int, each: Reported) -> bool:
+        """Note a call of a worker; return whether it is new."""
+        of_place = self._calls.setdefault(each.number // CALLS_OF_PLACE, {})
+        is_new = of_place.get((worker, each.number)) != each
+        of_place[worker, each.number] = each
+        return is_new
 
     def add_noted(
         self,
@@ -73,22 +86,17 @@ class Reports:
                 self._shown[worker] = number
 
     def rows(self) -> list[dict[str, float]]:
-        """Return the means by name, one row for each call."""
-        return [
-            _means([each for _, each in sorted(calls.items())])
-            for _, calls in sorted(self._calls.items())
-        ]
+        """Return the means by name, one row for each call; what one worker alone has reported is a row of its own."""
+        of_places = [calls for _, calls in sorted(self._calls.items())]
+        return [_means(row) for calls in of_places for row in _rows(calls)]
 
     def behind_the_last_step(self) -> dict[str, float]:
         """Return the last means of what no step's row tells of, by name."""
         found: dict[str, float] = {}
-        for number, calls in sorted(self._calls.items()):
-            left = [
-                each
-                for worker, each in sorted(calls.items())
-                if self._shown.get(worker, -1) < number
-            ]
-            found |= _means(left)
+        for _, calls in sorted(self._calls.items()):
+            left = {at: call for at, call in calls.items() if self._shown.get(at[0], -1) < at[1]}
+            for row in _rows(left):
+                found |= _means(row)
         return found
 
     def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -96,7 +104,7 @@ class Reports:
         for row in rows:
             worker, number = row["worker"], row["call"]
             values = {n: math.nan if v is None else float(v) for n, v in row["values"].items()}
-            self._calls.setdefault(number, {})[worker] = Reported(number, row["weight"], values)
+            self._put(worker, Reported(number, row["weight"], values))
             self._shown[worker] = max(self._shown.get(worker, -1), number)
 
     def unwritten(self) -> tuple[list[dict[str, Any]], int]:
@@ -129,14 +137,34 @@ class Reports:
         return found
 
 
-def _means(calls: Sequence[Reported]) -> dict[str, float]:
+def _rows(calls: Mapping[tuple[int, int], Reported]) -> list[dict[str, list[tuple[float, float]]]]:
+    """Return the weights and values by name of the calls at one place: the n-th of a name of all workers are together.
+
+    Args:
+        calls: by worker and number.
+    """
+    rows: list[dict[str, list[tuple[float, float]]]] = []
+    row_of: dict[tuple[str, int], int] = {}  # of the n-th value of a name
+    counts: dict[tuple[int, str], int] = {}  # of a worker's values by a name
+    for (worker, _), call in sorted(calls.items()):
+        nth = {name: counts.get((worker, name), 0) for name in call.values}
+        counts |= {(worker, name): count + 1 for name, count in nth.items()}
+        at = next((row_of[each] for each in nth.items() if each in row_of), len(rows))
+        if at == len(rows) and nth:
+            rows.append({})
+        for name, value in call.values.items():
+            row = rows[row_of.setdefault((name, nth[name]), at)]
+            row.setdefault(name, []).append((call.weight, value))
+    return rows
+
+
+def _means(row: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
     """Return the means by weight of values by name; plain ones where nothing weighs anything."""
-    found = {}
-    for name in dict.fromkeys(name for each in calls for name in each.values):
-        own = [(each.weight, each.values[name]) for each in calls if name in each.values]
+    means = {}
+    for name, own in row.items():
         total = sum(weight for weight, _ in own)
         if total:
-            found[name] = sum(weight * value for weight, value in own) / total
+            means[name] = sum(weight * value for weight, value in own) / total
         else:
-            found[name] = sum(value for _, value in own) / len(own)
-    return found
+            means[name] = sum(value for _, value in own) / len(own)
+    return means

@@ -131,38 +131,3 @@ def test_a_death_changes_no_pass(name: str, strategy: str, victim: int, step: in
     script = LOOPS[name]
     found = without(script, 2, victim, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(2)) < 1e-12
-
-
-def counted_through(wrap: Any) -> Script:
-    """A loop that counts the batches of a wrapped loader."""
-
-    def loop(parts: Parts, epochs: int) -> None:
-        for _ in steepest.epochs(epochs):
-            for number, (x, y) in wrap(parts.loader):
-                parts.optimizer.zero_grad()
-                (nn.functional.mse_loss(parts.model(x), y) * (1 + number % 2)).backward()
-                pause(1e-3)
-                parts.optimizer.step()
-
-    return Script(loop, optimizer=sgd(), data=samples(48), epochs=1)
-
-
-def bar(loader: Any) -> Iterator[Any]:
-    """What a progress bar does."""
-    yield from loader
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda loader: enumerate(bar(loader)),
-        lambda loader: zip(itertools.count(), loader, strict=False),
-        lambda loader: enumerate(itertools.islice(loader, 12)),
-    ],
-)
-def test_what_counts_through_a_wrapper_of_the_loader_is_told(wrap: Any) -> None:
-    """A worker that enters in the middle cannot have it count on; an enumerate of the loader does."""
-    with pytest.warns(UserWarning, match=r"worker 1 enters the loop over the loader behind \d+ of"):
-        without(counted_through(wrap), 2, 1, 2)
-    script = counted_through(enumerate)
-    assert difference(without(script, 2, 1, 2).weights, script.alone(2)) < 1e-12
