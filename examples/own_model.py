@@ -1,6 +1,6 @@
 """A model without any framework: logistic regression in NumPy, its gradient in closed form.
 
-The class has what `steepest.core.models.protocol.Model` asks for; an adapter for a framework has the same methods.
+It is a `steepest.Model`, as an adapter for a framework is.
 It learns scikit-learn's small digits; --strategy allreduce (or another one).
 """
 
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
-from steepest import Computed, DistributedSGD, OptimizerSpec, ParameterLayout
+from steepest import Computed, DistributedSGD, Model, OptimizerSpec, ParameterLayout
 from steepest.core.data.sources import as_source
 
 
-class LogisticRegression:
+class LogisticRegression(Model):
     """A softmax regression in float64, whose loss is the mean cross-entropy."""
 
     def __init__(self, data: Any, classes: int, batch_size: int, lr: float = 0.5) -> None:

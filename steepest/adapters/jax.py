@@ -14,6 +14,7 @@ from steepest.core.models.losses import samples_of
 from steepest.core.models.protocol import (
     Arrive,
     Computed,
+    Model,
     Ready,
     Share,
     checked_metrics,
@@ -32,7 +33,7 @@ import numpy as np
 from steepest.adapters.jax_program import JaxProgram, Outcome
 
 
-class JaxModel:
+class JaxModel(Model):
     """One replica: a pytree of parameters with a loss, data, batch size and optax optimizer.
 
     The loss is called as ``loss(params, batch)``, and with those of these keyword arguments that
@@ -78,9 +79,6 @@ class JaxModel:
         >>> [entry.name for entry in model.layout.entries]
         ['w']
     """
-
-    #: read by the job, see `steepest.core.models.protocol.HasNotice`
-    notice = ""
 
     def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,

@@ -104,7 +104,7 @@ class LightningModel(TorchModel):
         )
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
-        """Take the place of the next batch, see `steepest.core.models.protocol.FollowsData`."""
+        """Take the place of the next batch, see `steepest.core.models.protocol.Model`."""
         number, batches = where.part
         each = max(batches // replicas, 1)  # of a replica in a step
         steps = where.step

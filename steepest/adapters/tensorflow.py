@@ -13,6 +13,7 @@ from steepest.core.data.protocol import Source
 from steepest.core.models.protocol import (
     Arrive,
     Computed,
+    Model,
     Ready,
     checked_metrics,
     checked_weight,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from steepest.adapters.keras_network import BatchResult
 
 
-class TensorFlowModel:
+class TensorFlowModel(Model):
     """One replica: a Keras model on TensorFlow, with its data and batch size.
 
     The Keras model's trained variables share the memory of the library's flat vector, so that it

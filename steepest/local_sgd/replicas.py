@@ -25,11 +25,9 @@ from steepest.core.engine.sample_places import Place
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.models.protocol import (
     Arrive,
-    FollowsOwnUpdates,
-    FollowsRounds,
     Model,
     all_here,
-    arriving_with,
+    overrides,
 )
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
@@ -128,10 +126,10 @@ class LocalReplicas(Replicas):
             )
             for chunk in chunks
         }
-        if (arriving := arriving_with(models[0])) is not None:
+        if (arriving := models[0].optimizer_state) is not None:
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
-        self._followers = [each for each in models if isinstance(each, FollowsOwnUpdates)]
-        rounds = [each for each in models if isinstance(each, FollowsRounds)]
+        self._followers = [each for each in models if overrides(each, "go_on_by_itself")]
+        rounds = [each for each in models if overrides(each, "begin_round")]
         self._of_rounds = rounds if self.leases_samples else []
         self._own_weights = OwnWeights()
         self._before: _Before | None = None  # the last share
@@ -436,7 +434,7 @@ class LocalReplicas(Replicas):
 
     def _buffers(self) -> list[Tensors | None]:
         """Return each model's buffers; None of one that goes back to where a round began by itself."""
-        return [None if isinstance(m, FollowsRounds) else Tensors(m.state()) for m in self.models]
+        return [None if overrides(m, "begin_round") else Tensors(m.state()) for m in self.models]
 
     def _set_buffers(self, before: _Before) -> None:
         """Set the models' buffers to those before a share, as far as these are kept."""

@@ -19,7 +19,6 @@ from steepest.core.data.protocol import Indices
 from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.optimizer_slices import assemble
-from steepest.core.messages.fields import StepDigest
 from steepest.core.models.names import plain
 from steepest.core.models.protocol import Arrive, Computed, PastShare, Ready, Where, all_here
 from steepest.core.models.step_size import step_size
@@ -74,12 +73,7 @@ class LoopModel(TorchModel):
         hyper, clip_step, overflowed, take_back, digest: see `steepest.core.models.protocol`.
     """
 
-    digest: StepDigest | None = None
-    hyper: list[dict[str, Any]] | None = None
-    clip_step: float | None = None
-    overflowed: bool = False
-
-    take_back: Callable[[], None] | None = None
+    may_take_back = True
     session: Session  # of the worker, which sets it once the function has come to `prepare`
     _writes: LoopWrites
 
@@ -183,12 +177,12 @@ class LoopModel(TorchModel):
         wait: Callable[[Callable[[], bool]], None],
         share_of: Callable[[int], PastShare | None],
     ) -> None:
-        """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Gathers`."""
+        """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Model`."""
         self._share_of = share_of
         self.loop.gatherer.gatherings.meet(member, wait)
 
     def use_reader(self, read: Callable[[], list[Record]]) -> None:
-        """Read the optimizer's state in this way from now on, see `steepest.core.models.protocol.ReadsState`."""
+        """Read the optimizer's state in this way from now on, see `steepest.core.models.protocol.Model`."""
         self.loop.steps.read_state = read
 
     def state_of(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> dict[str, Any]:
@@ -214,7 +208,7 @@ class LoopModel(TorchModel):
             optimizer.state = own
 
     def forget_gathered(self) -> None:
-        """Drop what was gathered, see `steepest.core.models.protocol.Gathers`."""
+        """Drop what was gathered, see `steepest.core.models.protocol.Model`."""
         self.loop.gatherer.gatherings.drop()
 
     def unfrozen(self) -> frozenset[str]:
@@ -265,7 +259,7 @@ class LoopModel(TorchModel):
 
     @property
     def notes(self) -> list[Reported]:
-        """What the loop has reported since the last committed step, see `steepest.core.models.protocol.SaysNotes`."""
+        """What the loop has reported since the last committed step, see `steepest.core.models.protocol.Model`."""
         return self.loop.reports.notes
 
     @property

@@ -174,7 +174,7 @@ class Session:
             self._go_on(waits=False)
 
     def begin_round(self, number: int, given_up: int | None) -> None:
-        """Note that a round of own updates begins, see `steepest.core.models.protocol.FollowsRounds`."""
+        """Note that a round of own updates begins, see `steepest.core.models.protocol.Model`."""
         self.loop.states.rounds.begin(number, given_up)
 
     def decided_before(self, number: int) -> None:

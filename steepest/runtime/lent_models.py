@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from steepest.core.engine.replicas import Replicas
-from steepest.core.models.protocol import Reseats
 from steepest.core.tensors.shared_memory import forget_writes
 from steepest.errors import ConfigurationError
 
@@ -33,7 +32,7 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
     try:
         yield
     finally:
-        replaced = [model.reseat() for model in replicas.models if isinstance(model, Reseats)]
+        replaced = [model.reseat() for model in replicas.models]
         offsets = forget_writes(replicas.weights) if replicas.borrows else []
         for vector, values in zip(own, before, strict=True):
             if not torch.equal(vector, values):

@@ -45,7 +45,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.core.models.protocol import Model, OptimizerArrives, ReadsState, arriving_with
+from steepest.core.models.protocol import Model, overrides
 from steepest.core.models.step_size import StepSize
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import OptimizerSpec
@@ -346,7 +346,7 @@ class ProcessActor:
         assert self._replicas is not None
         replicas = self._replicas
         model = replicas.models[0]
-        arriving = arriving_with(model)
+        arriving = model.optimizer_state
         if arriving is not None:
             arriving = replace(arriving, state=Tensors(arriving.state))
         return replicas.weights.cpu().numpy(), Tensors(model.state()), arriving
@@ -377,7 +377,7 @@ class ProcessActor:
             peers = (*peers, worker_peer(self._index), member_peer(self._index))
             # another one in each life: a client's request of some number counts once
             self._reader = system().chance.randrange(1 << 31)
-            if any(isinstance(model, ReadsState) for model in self._models):
+            if any(overrides(model, "use_reader") for model in self._models):
                 peers = (*peers, Peer("client", self._reader))
         else:
             _use_threads(1)  # also where it was started as a spare worker
@@ -403,8 +403,7 @@ class ProcessActor:
             if initial is not None:
                 self._replicas.begin_with(initial[1])
         for model in self._models:
-            if isinstance(model, OptimizerArrives):
-                model.optimizer_state = None
+            model.optimizer_state = None
         return self._transport.listen(self._place.host)
 
     def _host_servers(
@@ -486,7 +485,7 @@ class ProcessActor:
         assert self._worker is not None
         assert self._replicas is not None
         for model in self._models:
-            if isinstance(model, ReadsState):
+            if overrides(model, "use_reader"):
                 client = host_client(self.router, job, self._reader)
                 layout, wait = job.description.layout, self._worker.wait_within
                 model.use_reader(functools.partial(read_state, client, layout, wait))

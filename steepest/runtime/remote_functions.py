@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from steepest.core.engine.replicas import Replicas, WorkerResult
-from steepest.core.models.protocol import Model, Unfreezing
+from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors, furthest
 from steepest.errors import ConfigurationError, describe_error
@@ -100,8 +100,7 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> PickledRes
 
 def unfrozen(replicas: Replicas) -> frozenset[str]:
     """Return the names of frozen parameters that users have unfrozen, see `Model`."""
-    asked = (model for model in replicas.models if isinstance(model, Unfreezing))
-    return frozenset[str]().union(*(model.unfrozen() for model in asked))
+    return frozenset[str]().union(*(model.unfrozen() for model in replicas.models))
 
 
 def evaluate(

@@ -20,7 +20,7 @@ def read_state(
     Args:
         client: reads.
         layout: of the job's parameters.
-        wait: see `steepest.core.models.protocol.Gathers.meet`. What it raises is raised, and the answer is dropped.
+        wait: see `steepest.core.models.protocol.Model.meet`. What it raises is raised, and the answer is dropped.
     """
     reading = client.read("state", chunks=list(layout.dense_chunks))
 

@@ -31,7 +31,7 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.driver import Failure, Result, WorkerLost
 from steepest.core.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
-from steepest.core.models.protocol import Model, arriving_with
+from steepest.core.models.protocol import Model
 from steepest.core.models.step_size import StepSize
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.router import Router
@@ -155,7 +155,7 @@ class InProcessCluster:
                     index,
                     weights,
                     shared=in_place or index in aggregators,
-                    arriving=arriving_with(built[0][0][0]),
+                    arriving=built[0][0][0].optimizer_state,
                 )
             )
             if index in aggregators:

@@ -377,5 +377,5 @@ class WatchedCreator:
         if isinstance(model, Model):  # otherwise the caller raises
             self.clocks[worker].watch(model)
             if self._attend is not None:
-                model.attend = self._attend  # type: ignore[attr-defined]
+                model.attend = self._attend
         return model

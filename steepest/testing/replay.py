@@ -35,7 +35,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.core.models.protocol import Model, arriving_with
+from steepest.core.models.protocol import Model
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.protocol.commit_rules import CommitQuorum
 from steepest.core.tensors.dtypes import Tensors, same_bits
@@ -158,7 +158,7 @@ def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> Arrivi
         if carried.step is not None:
             state = dealt(state, carried.tables, dealing_of(job))
         return ArrivingState(state, tuple(carried.plain))
-    found = arriving_with(model)
+    found = model.optimizer_state
     return found if not job.strategy.local else None
 
 
@@ -285,7 +285,7 @@ class _PartReplay:
         first_life = 0 if self._first_part else push.incarnation
         if self._lives.setdefault(push.worker, first_life) != push.incarnation:
             self._succeeded, self._lives[push.worker] = True, push.incarnation
-            begun = arriving_with(replicas.models[0]) or ArrivingState({}, ())
+            begun = replicas.models[0].optimizer_state or ArrivingState({}, ())
             replicas.load_inner_state(begun.state, begun.plain, None)
         end = self._senders.end(push.worker, push.incarnation)
         exchange = end.exchange

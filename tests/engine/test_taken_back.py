@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Doubtful(TorchModel):
     chance = random.Random(0)
     taken_back = 0
     spoilt = 0.0  # the probability that the last gradient is NaN
-    take_back: Callable[[], None] | None = None
+    may_take_back = True
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here

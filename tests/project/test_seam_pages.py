@@ -12,7 +12,6 @@ import pytest
 from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.extension import Extension
-from steepest.core.models import protocol
 from steepest.core.models.protocol import Model
 from tests.page_examples import ROOT, blocks_of
 
@@ -38,17 +37,6 @@ def _public(seam: type[Any]) -> set[str]:
 def test_a_page_says_when_each_part_of_a_seam_is_called(page: str, seam: type[Any]) -> None:
     told = set(re.findall(r"`(\w+)", (ROOT / page).read_text()))
     assert _public(seam) <= told
-
-
-def test_the_page_of_models_has_every_ability() -> None:
-    abilities = {
-        name
-        for name, found in vars(protocol).items()
-        if (getattr(found, "__doc__", None) or "").startswith("An ability of a model")
-    }
-    told = set(re.findall(r"`(\w+)", (ROOT / "docs/own_model.md").read_text()))
-    assert len(abilities) > 10
-    assert abilities - {"Attended"} <= told  # which is for tests
 
 
 def test_no_seam_names_what_it_has_not() -> None:

@@ -15,14 +15,7 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import Description, ModelCreator, check_agreement, without_caches
 from steepest.core.engine.opaque_parts import OpaqueParts
-from steepest.core.models.protocol import (
-    AddsUpSamples,
-    AsksForClipping,
-    Attended,
-    ChoosesMerging,
-    HasNotice,
-    Model,
-)
+from steepest.core.models.protocol import Model
 from steepest.core.models.step_size import StepSize, making_models
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ModelError
@@ -63,12 +56,12 @@ def build_models(
             raise ModelError(
                 f"model_creator({worker}, {device}) returned {type(model).__name__}: return a "
                 "steepest model, such as "
-                "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
+                "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...), or one of a class of your own "
+                "that is a subclass of steepest.Model"
             )
         if cut != ChunkSpec():
             model.relayout(cut)
         models.append(model)
-    attend = models[0].attend if isinstance(models[0], Attended) else None
     threads = torch.get_num_threads()
     described = [
         Description(
@@ -79,16 +72,16 @@ def build_models(
             getattr(m.data, "blocks", None),
             threads,
             bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
-            attend,
+            models[0].attend,
             bool(getattr(m.data, "drop_last", False)),
-            " ".join(filter(None, (getattr(m.data, "notice", ""), _notice(m)))),
+            " ".join(filter(None, (getattr(m.data, "notice", ""), m.notice))),
             _opaque(m, extensions),
-            clip_norm=m.clip_norm if isinstance(m, AsksForClipping) else None,
+            clip_norm=m.clip_norm,
             divides=bool(getattr(m.data, "divides", False)),
             fingerprint=told,
             row_hashes=rows,
-            sums=isinstance(m, AddsUpSamples) and m.sums_samples,
-            merging=m.merging if isinstance(m, ChoosesMerging) else {},
+            sums=m.sums_samples,
+            merging=dict(m.merging),
         )
         for m, (told, rows) in ((model, described_data(model.data)) for model in models)
     ]
@@ -102,11 +95,6 @@ def build_models(
             first, other, f"worker {worker} device 0", f"worker {worker} device {device}"
         )
     return models, first
-
-
-def _notice(model: Model) -> str:
-    """Return what users should know of a model."""
-    return model.notice if isinstance(model, HasNotice) else ""
 
 
 def _count(name: str, value: Any) -> int:

@@ -28,20 +28,11 @@ from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.models.protocol import (
     Arrive,
     Computed,
-    FollowsCommits,
-    FollowsData,
-    Gathers,
     Model,
     PastShare,
-    SaysClipping,
-    SaysDigest,
-    SaysHyper,
-    SaysNotes,
-    SaysOverflow,
     Share,
-    TakesBack,
-    WeighsBatches,
     all_here,
+    overrides,
     validate_computed,
 )
 from steepest.core.models.write_check import refusal
@@ -121,24 +112,6 @@ def _places(share: WorkShare, models: int) -> SamplePlaces:
     return SamplePlaces(models, share.shares, share.accumulate * share.updates)
 
 
-class _Able:
-    """What models can do besides, asked once: isinstance() of a protocol takes microseconds."""
-
-    def __init__(self, models: Sequence[Model]) -> None:
-        # by replica
-        self.batches = [each if isinstance(each, WeighsBatches) else None for each in models]
-        self.data = [each if isinstance(each, FollowsData) else None for each in models]
-        self.back = [each if isinstance(each, TakesBack) else None for each in models]
-        # in any number
-        self.commits = [each for each in models if isinstance(each, FollowsCommits)]
-        # of the first
-        self.hyper = models[0] if isinstance(models[0], SaysHyper) else None
-        self.clipping = models[0] if isinstance(models[0], SaysClipping) else None
-        self.digest = models[0] if isinstance(models[0], SaysDigest) else None
-        self.notes = models[0] if isinstance(models[0], SaysNotes) else None
-        self.overflow = models[0] if isinstance(models[0], SaysOverflow) else None
-
-
 class Replicas:
     """All replicas of one worker, on its devices.
 
@@ -176,6 +149,9 @@ class Replicas:
     #: lets messages move, between two batches of a share that is begun early; None elsewhere
     between_batches: Callable[[], None] | None = None
 
+    #: has servers drop what was pushed of the present share; None between two shares
+    take_back: Callable[[], None] | None = None
+
     def __init__(
         self,
         models: Sequence[Model],
@@ -186,7 +162,9 @@ class Replicas:
     ) -> None:
         self._now = system().now
         self.models = tuple(models)
-        self._able = _Able(models)
+        # those that follow commits; by replica, whether it follows the data
+        self._of_commits = [each for each in models if overrides(each, "go_on")]
+        self._of_data = [overrides(each, "take_place") for each in models]
         # batch size and data of each model, with which the job divides its samples
         self.settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
@@ -231,8 +209,6 @@ class Replicas:
         self._companion = Companion()  # of that exchange
         # learning rates that a user has set, for replicas that have an optimizer
         self.rates: RateChanges = ()
-        # has servers drop what was pushed of the present share; None between two shares
-        self.take_back: Callable[[], None] | None = None
 
     def _take_numbers(self, share: WorkShare) -> None:
         """Note what follows of a share's commit rule and of the number of workers."""
@@ -254,16 +230,14 @@ class Replicas:
         self._companion.attach(self.models, self.batches.load, self.places)
 
     def meet(self, member: Any, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """Tell models that gather values of all workers how they reach these, see `Gathers`."""
+        """Tell models that gather values of all workers how they reach these, see `Model.meet`."""
         for replica, model in enumerate(self.models):
-            if isinstance(model, Gathers):
-                model.meet(member, wait, partial(self._past_share, replica))
+            model.meet(member, wait, partial(self._past_share, replica))
 
     def forget_gathered(self) -> None:
-        """Have models drop what they have gathered of all workers, see `Gathers`."""
+        """Have models drop what they have gathered of all workers."""
         for model in self.models:
-            if isinstance(model, Gathers):
-                model.forget_gathered()
+            model.forget_gathered()
 
     def _past_share(self, replica: int, step: int) -> PastShare | None:
         """Return a replica's share of a step; None where it is not known."""
@@ -351,23 +325,22 @@ class Replicas:
     @property
     def hyper(self) -> list[dict[str, Any]] | None:
         """The hyperparameters of the last gradient's update, where a model says them; see `Model`."""
-        return None if self._able.hyper is None else self._able.hyper.hyper
+        return self.models[0].hyper
 
     @property
     def clip(self) -> float | None:
         """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
-        return None if self._able.clipping is None else self._able.clipping.clip_step
+        return self.models[0].clip_step
 
     @property
     def said(self) -> dict[str, Any]:
         """What a model says of the last gradient's update, as the fields of a `Report`: asked for in each step."""
-        able = self._able
+        model = self.models[0]
         return {
-            "hyper": None if able.hyper is None else able.hyper.hyper,
-            "clip": None if able.clipping is None else able.clipping.clip_step,
-            "digest": None if able.digest is None else able.digest.digest,
-            # whether the update is to be left out
-            "overflowed": able.overflow is not None and able.overflow.overflowed,
+            "hyper": model.hyper,
+            "clip": model.clip_step,
+            "digest": model.digest,
+            "overflowed": model.overflowed,  # whether the update is to be left out
         }
 
     def require_norm(self) -> None:
@@ -378,7 +351,7 @@ class Replicas:
     @property
     def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
         """What a model says to the driver with the last gradient, see `Model`."""
-        return () if self._able.notes is None else self._able.notes.notes
+        return self.models[0].notes
 
     @property
     def vectors(self) -> list[torch.Tensor]:
@@ -413,12 +386,12 @@ class Replicas:
     @property
     def follow_commits(self) -> bool:
         """Whether models are told of commits, see `go_on`."""
-        return self._needs_all and bool(self._able.commits)
+        return self._needs_all and bool(self._of_commits)
 
     def go_on(self, version: int) -> None:
         """Tell models that do more than to compute gradients that all weights of a version are here, see `Model`."""
         if self.follow_commits:
-            for model in self._able.commits:
+            for model in self._of_commits:
                 model.go_on(version)
 
     def places(self, number: int) -> list[Place]:
@@ -480,11 +453,11 @@ class Replicas:
     def _tell_place(self, place: Place, *, empty: bool = False) -> None:
         """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
         replica = place[1]
-        if (model := self._able.data[replica]) is not None:
+        if self._of_data[replica]:
             where = self.batches.places.where(place)
             if empty or self.leases_samples:
                 where = where._replace(empty=empty, leased=self.leases_samples)
-            model.take_place(where, self.first_index + replica, self._replicas)
+            self.models[replica].take_place(where, self.first_index + replica, self._replicas)
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
         """Call `chunk_ready` without a gradient for an empty share's chunks, but for those that the companion has."""
@@ -509,8 +482,8 @@ class Replicas:
             if self.spans is not None:
                 self.spans.add(SpanKind.LOAD, began)
             companion.begin_batch(place)
-            if (weighs := self._able.batches[replica]) is not None:
-                weighs.expect(self.batches.places.share_of(place, self._of_update(places)))
+            share = self.batches.places.share_of(place, self._of_update(places))
+            self.models[replica].expect(share)
             self._tell_place(place)
             if self._devices[replica] != self.home:
                 arrive(None)  # the model computes with copies on its device
@@ -534,13 +507,13 @@ class Replicas:
     @property
     def may_take_back(self) -> bool:
         """Whether a model may take back a gradient before its `compute_gradients` has returned, see `Model`."""
-        return self._able.back[0] is not None
+        return self.models[0].may_take_back
 
     @contextlib.contextmanager
     def _lets_take_back(self, replica: int, collector: GradientSum | None) -> Iterator[None]:
         """Let a model take back its gradient in this context, if that is all of a share's."""
-        take_back, model = self.take_back, self._able.back[replica]
-        if not self.may_take_back or model is None or take_back is None or collector is None:
+        take_back, model = self.take_back, self.models[replica]
+        if not model.may_take_back or take_back is None or collector is None:
             yield
             return
 
@@ -556,8 +529,7 @@ class Replicas:
 
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing; a model may want to know."""
-        if self._able.overflow is not None:
-            self._able.overflow.left_out()
+        self.models[0].left_out()
 
     def decided(self, *, counts: bool, again: bool = False) -> None:
         """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing."""
@@ -596,7 +568,7 @@ class Replicas:
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
-            _expect(model, Share(len(shares[0]), len(shares[0])))
+            model.expect(Share(len(shares[0]), len(shares[0])))
             before = model.state()  # such as running means, which a forward pass changes
             with self._companion.rehearsal(model):
                 model.compute_gradients(batch, lambda *_: None, False)
@@ -630,15 +602,9 @@ class Replicas:
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
         results = []
         for share, batch in zip(shares, source.open(shares), strict=True):
-            _expect(model, Share(len(share), len(share)))
+            model.expect(Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
         return _mean(results, {"evaluate": self._now() - began})
-
-
-def _expect(model: Model, share: Share | None) -> None:
-    """Tell a model of its next batch, if it asks for that."""
-    if isinstance(model, WeighsBatches):
-        model.expect(share)
 
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:

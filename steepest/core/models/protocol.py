@@ -1,11 +1,13 @@
-"""The Model protocol: what the engine calls, and checks of what models return."""
+"""The class of models: what the engine calls, and checks of what models return."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -158,30 +160,73 @@ def checked_weight(value: Any) -> float:
     return weight
 
 
-@runtime_checkable
-class Model(Protocol):
+class PastShare(NamedTuple):
+    """A replica's share of a step of the job.
+
+    Attributes:
+        batches: the samples of each of its batches; none where it had no samples.
+        samples: of the whole step.
+        before: steps of the same epoch before it.
+    """
+
+    batches: Sequence[Indices]
+    samples: int
+    before: int
+
+
+class Model(ABC):
     """One replica of a model, of any framework.
 
-    What else a model may do has protocols of its own below, of which it has any: the engine asks, when it gets
-    the model, which ones it fulfils.
+    A subclass has the attributes without a value, and the abstract methods. Whatever else a model may do it does by
+    overriding what stands below them, none of which does anything here.
 
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
+
+    Attributes:
+        batch_size: samples per replica and step.
+        data: the training data.
+        layout: the places of all parameters in the flat vector, frozen ones included.
+        optimizer_spec: the recipe of the optimizer, which servers rebuild over their chunks.
+        optimizer_state: the state that the optimizer has before the first step, None for none; set to None when
+            servers, or the worker's own optimizer, have it.
+        clip_norm: the greatest norm of its gradients, where the strategy says none; None for any.
+        notice: what its user should know, which the driver logs once.
+        merging: what stands for all replicas' values of some of its buffers, by names that `state` has: "mean", or
+            "first" for worker 0's value.
+        hyper: the hyperparameters of the last gradient's update, by parameter group, those that differ from
+            `optimizer_spec`; None where the schedule says all.
+        clip_step: the greatest norm of the last gradient's update; None for the strategy's.
+        digest: what all workers' models are to have in common in the last gradient's update; None where the model has
+            not seen the update, and nothing that it says counts. Where every worker contributes to each update, one
+            whose digests are not alike is an error, and so is one whose `hyper` or `clip_step` are not.
+        overflowed: whether the last gradient has overflowed, because the loss was multiplied by too much. Where every
+            worker contributes to each update, the update is left out if one of them says so.
+        may_take_back: whether it may find late that gradients have changed of which it has said that they are ready. It
+            may take them back before `compute_gradients` returns, and calls `ready` for every entry after that.
+        take_back: None, but while such a model computes, where calls of `ready` can be undone, a function that undoes
+            all of them.
+        attend: for tests: is called with router, peer and role of each server and worker that is hosted.
     """
 
-    #: samples per replica and step
     batch_size: int
-    #: the training data
     data: Source
+    layout: ParameterLayout
+    optimizer_spec: OptimizerSpec
 
-    @property
-    def layout(self) -> ParameterLayout:
-        """The places of all parameters in the flat vector, frozen ones included."""
+    optimizer_state: ArrivingState | None = None
+    clip_norm: float | None = None
+    notice: str = ""
+    merging: Mapping[str, str] = MappingProxyType({})
+    hyper: list[dict[str, Any]] | None = None
+    clip_step: float | None = None
+    digest: StepDigest | None = None
+    overflowed: bool = False
+    may_take_back: bool = False
+    take_back: Callable[[], None] | None = None
+    attend: Callable[[Any, Any, Any], None] | None = None
 
-    @property
-    def optimizer_spec(self) -> OptimizerSpec:
-        """The recipe of the optimizer, which servers rebuild over their chunks."""
-
+    @abstractmethod
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Move the parameters into flat vectors laid out by `layout`.
 
@@ -195,6 +240,7 @@ class Model(Protocol):
             gradients: the same.
         """
 
+    @abstractmethod
     def move(self, weights: torch.Tensor) -> None:
         """Make the trained parameters views of another vector, which holds their values.
 
@@ -204,6 +250,7 @@ class Model(Protocol):
             weights: as in `bind`. Other processes may share it: the model must not write to it.
         """
 
+    @abstractmethod
     def relayout(self, cut: ChunkSpec) -> None:
         """Plan `layout` again, cut into other chunks; `bind` is called next.
 
@@ -211,6 +258,7 @@ class Model(Protocol):
         now on.
         """
 
+    @abstractmethod
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
     ) -> Computed:
@@ -225,12 +273,15 @@ class Model(Protocol):
                 any are. They may be on their way until it returns.
         """
 
+    @abstractmethod
     def evaluate(self, batch: Any) -> Computed:
         """Return loss and metrics of one batch, in evaluation mode; nothing changes."""
 
+    @abstractmethod
     def source(self, data: Any, batch_size: int) -> Source:
         """Return a source of batches over other data of the same kind, for `evaluate`."""
 
+    @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of the values that the replica itself changes, by name.
 
@@ -239,49 +290,25 @@ class Model(Protocol):
         is asked for its own state when a snapshot is taken.
         """
 
+    @abstractmethod
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the values that `state` returned.
 
         Frozen parameters that it does not name get those in `weights`.
         """
 
-
-@runtime_checkable
-class Unfreezing(Protocol):
-    """An ability of a model: its frozen parameters may be unfrozen between steps."""
+    # -- what it may do besides ----------------------------------------------------------------
 
     def unfrozen(self) -> frozenset[str]:
-        """Return the names of those that now are, but are not trained in `Model.layout` yet."""
-
-
-@runtime_checkable
-class OptimizerArrives(Protocol):
-    """An ability of a model: its optimizer has state before the first step."""
-
-    #: that state; set to None when servers, or the worker's own optimizer, have it
-    optimizer_state: ArrivingState | None
-
-
-def arriving_with(model: Model) -> ArrivingState | None:
-    """Return the state with which a model's optimizer arrives; None for none."""
-    return model.optimizer_state if isinstance(model, OptimizerArrives) else None
-
-
-@runtime_checkable
-class WeighsBatches(Protocol):
-    """An ability of a model: it weighs batches by their samples."""
+        """Return the names of frozen parameters that were unfrozen, and are not trained in `layout` yet."""
+        return frozenset()
 
     def expect(self, share: Share | None) -> None:
-        """Take the numbers of samples of the next batch, computed or evaluated.
+        """Take the numbers of samples of the next batch, computed or evaluated, to weigh it.
 
         Called before each batch; with None where the data choose their own batches, of which only
         the batch itself can say how many samples it has.
         """
-
-
-@runtime_checkable
-class FollowsData(Protocol):
-    """An ability of a model: it follows its place in the data."""
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Take the place of the next batch that it computes, or of none where it has no samples in a step.
@@ -292,35 +319,25 @@ class FollowsData(Protocol):
             replicas: their number.
         """
 
-
-@runtime_checkable
-class FollowsCommits(Protocol):
-    """An ability of a model: it does more than to compute gradients."""
-
     def go_on(self, version: int) -> None:
         """Note that all weights of a version are here, while no step is computed.
 
         Called where every worker contributes to each version, which is then the number of steps committed.
         """
 
-
-@runtime_checkable
-class FollowsOwnUpdates(Protocol):
-    """An ability of a model: it does more than to compute gradients, where workers have an optimizer of their own."""
-
     def go_on_by_itself(self) -> None:
-        """Note that the worker has made an update of its own with the model's last gradient."""
+        """Note that the worker, with an optimizer of its own, has made an update with the model's last gradient."""
 
     def go_on_together(self, version: int) -> None:
-        """Note that all weights of a version are here, and a round is about to begin; it may wait for other models."""
+        """Note that all weights of a version are here, and a round of the workers' own updates is about to begin.
 
-
-@runtime_checkable
-class FollowsRounds(Protocol):
-    """An ability of a model: it follows rounds of such updates, where workers do not wait for each other."""
+        It may wait for other models.
+        """
 
     def begin_round(self, number: int, given_up: int | None) -> None:
-        """Note that a round of such updates begins.
+        """Note that a round of own updates begins, where workers do not wait for each other.
+
+        A model that overrides this sets its buffers back by itself.
 
         Args:
             number: of the rounds that the worker had begun before.
@@ -338,90 +355,13 @@ class FollowsRounds(Protocol):
             epoch: of the job by now; None where the data choose their own batches.
         """
 
-
-@runtime_checkable
-class SaysHyper(Protocol):
-    """An ability of a model: the updates of its gradients have hyperparameters that no schedule says."""
-
-    @property
-    def hyper(self) -> list[dict[str, Any]] | None:
-        """Of the last gradient's update, by parameter group, those that differ from `Model.optimizer_spec`; or None."""
-
-
-@runtime_checkable
-class SaysDigest(Protocol):
-    """An ability of a model: it says what all workers' models are to have in common in an update.
-
-    Where every worker contributes to each update, one whose digests are not alike is an error, and so is one whose
-    hyperparameters (`SaysHyper`) or norms (`SaysClipping`) are not.
-    """
-
-    @property
-    def digest(self) -> StepDigest | None:
-        """That of the last gradient; None where the model has not seen the update, and nothing that it says counts."""
-
-
-@runtime_checkable
-class SaysNotes(Protocol):
-    """An ability of a model: it says something to the driver with the updates of its gradients."""
-
     @property
     def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
-        """What no committed update has said: for each time its number, its weight in means, and values by name."""
-
-
-@runtime_checkable
-class SaysClipping(Protocol):
-    """An ability of a model: each update of its gradients has a greatest norm of its own."""
-
-    @property
-    def clip_step(self) -> float | None:
-        """That of the last gradient's update; None for the strategy's."""
-
-
-@runtime_checkable
-class SaysOverflow(Protocol):
-    """An ability of a model: it says that its gradients have overflowed, because its loss was multiplied by too much.
-
-    Where every worker contributes to each update, the update is left out if one of them says so.
-    """
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether that is so of the last gradient."""
+        """What no committed update has told the driver: by time its number, its weight in means, values by name."""
+        return ()
 
     def left_out(self) -> None:
-        """Note that the last gradient's update was left out, whoever said so."""
-
-
-@runtime_checkable
-class TakesBack(Protocol):
-    """An ability of a model: it may find late that gradients have changed of which it has said that they are ready.
-
-    It may take them back before `Model.compute_gradients` returns, and calls `ready` for every entry after that.
-    """
-
-    #: None, but while it computes, where calls of `ready` can be undone, a function that undoes all of them
-    take_back: Callable[[], None] | None
-
-
-class PastShare(NamedTuple):
-    """A replica's share of a step of the job.
-
-    Attributes:
-        batches: the samples of each of its batches; none where it had no samples.
-        samples: of the whole step.
-        before: steps of the same epoch before it.
-    """
-
-    batches: Sequence[Indices]
-    samples: int
-    before: int
-
-
-@runtime_checkable
-class Gathers(Protocol):
-    """An ability of a model: it gathers values of all workers in the middle of its work."""
+        """Note that the last gradient's update was left out, whoever said `overflowed`."""
 
     def meet(
         self,
@@ -429,7 +369,7 @@ class Gathers(Protocol):
         wait: Callable[[Callable[[], bool]], None],
         share_of: Callable[[int], PastShare | None],
     ) -> None:
-        """Take how the other workers are reached; called when these are known, or have changed.
+        """Take how values of all workers are gathered; called when the workers are known, or have changed.
 
         Args:
             member: a `steepest.collectives.members.MemberCollective`.
@@ -440,64 +380,24 @@ class Gathers(Protocol):
     def forget_gathered(self) -> None:
         """Drop what was gathered: the job goes on with other state, perhaps of an earlier step."""
 
-
-@runtime_checkable
-class ReadsState(Protocol):
-    """An ability of a model: it reads the state of the job's optimizer in the middle of its work."""
-
     def use_reader(self, read: Callable[[], list[Record]]) -> None:
-        """Take what reads the state; called when the job's processes are known, or have changed.
+        """Take what reads the optimizer's state; called when the job's processes are known, or have changed.
 
         Args:
             read: returns what servers hold of the optimizer's state of dense parameters, at one version; lets messages
                 come meanwhile, and may raise what ends a wait in the middle of a step.
         """
 
-
-@runtime_checkable
-class AsksForClipping(Protocol):
-    """An ability of a model: it knows the greatest norm of its gradients, where the strategy says none."""
-
-    clip_norm: float | None
-
-
-@runtime_checkable
-class AddsUpSamples(Protocol):
-    """An ability of a model: its updates are sums over their samples, where others' are means."""
-
     @property
     def sums_samples(self) -> bool:
-        """Whether that is so of this model."""
-
-
-@runtime_checkable
-class ChoosesMerging(Protocol):
-    """An ability of a model: it says what stands for all replicas' values of some of its buffers."""
-
-    @property
-    def merging(self) -> Mapping[str, str]:
-        """Of names that `Model.state` has: "mean", or "first" for worker 0's value."""
-
-
-@runtime_checkable
-class HasNotice(Protocol):
-    """An ability of a model: there is something that its user should know, which the driver logs once."""
-
-    notice: str
-
-
-@runtime_checkable
-class Reseats(Protocol):
-    """An ability of a model: users' functions may replace its parameters, which it notices and undoes."""
+        """Whether its updates are sums over their samples, where others' are means."""
+        return False
 
     def reseat(self) -> str | None:
-        """Put the parameters back into the flat vector; return the name of one that had been replaced, or None."""
+        """Put parameters that a user's function has replaced back; return the name of one, or None."""
+        return None
 
 
-@runtime_checkable
-class Attended(Protocol):
-    """An ability of a model that is made for tests."""
-
-    @property
-    def attend(self) -> Callable[[Any, Any, Any], None]:
-        """A function that is called with router, peer and role of each server and worker that is hosted."""
+def overrides(model: Model, method: str) -> bool:
+    """Return whether a model does something in one of the methods that do nothing in `Model`."""
+    return getattr(type(model), method) is not getattr(Model, method)

@@ -38,7 +38,15 @@ from steepest.core.models.losses import (
 )
 from steepest.core.models.names import plain, plainly
 from steepest.core.models.prefetch import Gates
-from steepest.core.models.protocol import Arrive, Computed, Ready, Share, all_here, checked_metrics
+from steepest.core.models.protocol import (
+    Arrive,
+    Computed,
+    Model,
+    Ready,
+    Share,
+    all_here,
+    checked_metrics,
+)
 from steepest.core.models.sums import PERHAPS, SUMMED, summed_by
 from steepest.core.models.write_check import WriteCheck, holders_of
 from steepest.core.optim.arriving import arriving_state
@@ -71,7 +79,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(dim=1) == target).double().mean()
 
 
-class TorchModel:
+class TorchModel(Model):
     """One replica: a dense torch module with its loss, data, batch size and optimizer.
 
     `steepest.TorchModel` is this class for modules with embedding tables, too.
@@ -117,7 +125,7 @@ class TorchModel:
 
     Attributes:
         optimizer_state: with which the optimizer arrived, until servers have it; None for none.
-        merging: see `steepest.core.models.protocol.ChoosesMerging`.
+        merging: see `steepest.core.models.protocol.Model`.
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train, a trained embedding with
@@ -512,7 +520,7 @@ class TorchModel:
 
     @property
     def sums_samples(self) -> bool:
-        """Whether updates are sums over their samples, see `steepest.core.models.protocol.AddsUpSamples`."""
+        """Whether updates are sums over their samples, see `steepest.core.models.protocol.Model`."""
         return self._sums
 
     def _per(self, samples: int) -> int:
