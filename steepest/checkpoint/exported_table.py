@@ -6,14 +6,13 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from steepest.checkpoint.safetensors_file import write_tensors
-from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.tensors.dtypes import as_bytes
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.files import storage_of
@@ -36,7 +35,8 @@ class ExportedTable:
         version: the number of updates until this instant.
         place: the instant, for a later export of what has changed.
         base: the instant since which rows have changed; None if all rows are here.
-        unknown: the values of ids without rows, as the job answers them; None for zeros.
+        unknown: the value of ids without rows: that of the table's `default`, else of its `initial`, if it is a
+            constant; zero where each of these ids has random values of its own in the job.
 
     Example:
         >>> table = ExportedTable("words", torch.tensor([3, 8]), torch.tensor([[1.0], [2.0]]))
@@ -51,7 +51,7 @@ class ExportedTable:
     version: int = 0
     place: Sequence[Sequence[int]] = ()
     base: Sequence[Sequence[int]] | None = None
-    unknown: UnknownRows | None = None
+    unknown: float = 0.0
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -67,16 +67,13 @@ class ExportedTable:
 
         Returns:
             A frozen `torch.nn.Embedding` of n + 1 rows: row 0, its `padding_idx`, is for ids without
-            rows; row i + 1 is that of ``ids[i]``. Row 0 has the value that the job answers for such
-            ids, if that is one for all (`Table(default=Zeros())`, say), and else zeros: `look_up`
-            has the values by id.
+            rows, and is `unknown`; row i + 1 is that of ``ids[i]``.
 
         Raises:
             ConfigurationError: these are changes only.
         """
         self._require_whole("embedding()")
-        constant = None if self.unknown is None else self.unknown.constant
-        first = self.values.new_full((1, self.values.shape[1]), constant or 0.0)
+        first = self.values.new_full((1, self.values.shape[1]), self.unknown)
         rows = torch.cat([first, self.values])
         count, dim = rows.shape
         found = torch.nn.Embedding(count, dim, padding_idx=0, _weight=rows)
@@ -93,7 +90,7 @@ class ExportedTable:
         return self._places(_integers(ids)) + 1
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the values of ids of any shape, those without rows included, as the job answers them.
+        """Return the values of ids of any shape; of those without rows `unknown`.
 
         Returns:
             The ids' shape, and the table's dimension.
@@ -104,11 +101,9 @@ class ExportedTable:
         self._require_whole("look_up()")
         flat = _integers(ids).reshape(-1)
         places, dim = self._places(flat), self.values.shape[1]
-        found = self.values.new_zeros(len(flat), dim)
+        found = self.values.new_full((len(flat), dim), self.unknown)
         known = places >= 0
         found[known] = self.values[places[known]]
-        if self.unknown is not None:
-            found[~known] = self.unknown.values(flat[~known], dim).to(found.dtype)
         return found.view(*ids.shape, dim)
 
     def updated(self, changes: ExportedTable) -> ExportedTable:
@@ -156,11 +151,10 @@ class ExportedTable:
         """
         place = place_of(path)
         tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
-        unknown = None if self.unknown is None else asdict(self.unknown)
         about = {
             "format": _FORMAT,
             "sha256": _digest(tensors),
-            "about": json.dumps([self.name, self.version, self.place, self.base, unknown]),
+            "about": json.dumps([self.name, self.version, self.place, self.base, self.unknown]),
         }
         try:
             write_tensors(place, tensors, write=storage_of(place).replace, metadata=about)
@@ -188,8 +182,6 @@ class ExportedTable:
             if _digest(tensors) != about.get("sha256"):
                 raise ValueError("its tensors do not have their checksum")
             name, version, place, base, unknown = json.loads(about["about"])
-            if unknown is not None:
-                unknown = _unknown_rows(**unknown)
             found = cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
             found._check()
         except (
@@ -218,6 +210,8 @@ class ExportedTable:
             raise ValueError("its name is no text, or its version no count")
         if not _is_place(self.place) or not (self.base is None or _is_place(self.base)):
             raise ValueError("the instant of its rows is none")
+        if type(self.unknown) is not float or not math.isfinite(self.unknown):
+            raise ValueError("its value of ids without rows is no number")
 
     def _require_whole(self, what: str) -> None:
         if self.base is not None:
@@ -247,17 +241,6 @@ def _is_place(place: object) -> bool:
     return isinstance(place, (list, tuple)) and all(
         isinstance(each, (list, tuple)) and [*map(type, each)] == [int, int, int] for each in place
     )
-
-
-def _unknown_rows(parameters: Sequence[float], salt: int, dtype: str) -> UnknownRows:
-    """Return the values of unknown ids as a file has them; ValueError, say: they are none."""
-    numbers = tuple(map(float, parameters))
-    known = type(salt) is int and isinstance(dtype, str)
-    if len(numbers) != 5 or not all(map(math.isfinite, numbers)) or not known:
-        raise ValueError("its values of ids without rows are none")
-    found = UnknownRows((numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]), salt, dtype)
-    found.values(torch.zeros(1, dtype=torch.int64), 1)
-    return found
 
 
 def _integers(ids: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ _NO_ID = 2**63 - 1  # in places without an id; if it is one, it is the last of t
 class ServedTable(nn.Module):
     """The rows of an exported table by id: ids (...) int64 to embeddings (..., dim).
 
-    Ids without rows have what the job answers for them. It is a plain module of buffers, without
+    Ids without rows have `ExportedTable.unknown`. It is a plain module of buffers, without
     gradients: `torch.export.export` takes it, `state_dict` has its rows.
 
     Args:
@@ -66,10 +66,7 @@ class ServedTable(nn.Module):
         at = torch.searchsorted(self.ids, flat).clamp(max=self.ids.shape[0] - 1)
         known = (self.ids[at] == flat) & (at < self.count)
         dim = self.values.shape[1]
-        if self.unknown is None:
-            others = self.values.new_zeros(1, dim)
-        else:
-            others = self.unknown.values(flat, dim).to(self.values.dtype)
+        others = self.values.new_full((1, dim), self.unknown)
         return torch.where(known[:, None], self.values[at], others).reshape(*ids.shape, dim)
 
     @torch.no_grad()
@@ -123,4 +120,4 @@ class ServedTable(nn.Module):
         self.ids[count:] = _NO_ID
         self.count.fill_(count)
         self.version, self._place = whole.version, [list(each) for each in whole.place]
-        self.unknown = whole.unknown if whole.unknown is not None else self.unknown
+        self.unknown = whole.unknown

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20
 _KNOWN_BYTES = 28  # of a row, beside values and slots
 #: The records of an export of one table.
-_EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "seed", "since")
+_EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "since")
 
 
 class TableChunk(ChunkStore):

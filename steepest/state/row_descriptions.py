@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from steepest.checkpoint.rows import by_shard, state_of_arrays
-from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.shared_state import SharedState
 from steepest.errors import ConfigurationError
@@ -45,7 +44,8 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
     import numpy as np
 
     from steepest.tables.checks import require_ids
-    from steepest.tables.hashing import salt_of, shard_of
+    from steepest.tables.first_values import values_without_rows
+    from steepest.tables.hashing import shard_of
 
     dealing, table = table_of(cluster, name)
     checked = require_ids(f"ids of table {name!r}", ids)
@@ -77,8 +77,7 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
             found.append(RowDescription(each, True, values, slots, *known, version))
             continue
         counted = rows.counted[(rows.counted_ids == each) & (rows.counted_tables == number)]
-        salt = salt_of(name, int(about["seed"]))
-        unknown = UnknownRows((table.default or table.initial).parameters(), salt, table.dtype)
-        values = unknown.values(torch.tensor([each]), table.dim)[0]
+        answered = values_without_rows(table, np.array([each]), int(about["seed"]))
+        values = torch.from_numpy(answered)[0]
         found.append(RowDescription(each, False, values, None, int(counted.sum()), None, version))
     return found

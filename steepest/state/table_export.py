@@ -10,7 +10,6 @@ import torch
 from steepest.checkpoint.exported_table import ExportedTable, since_cursor
 from steepest.checkpoint.replicated_tables import replicated_tables
 from steepest.checkpoint.row_values import wide
-from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
@@ -86,7 +85,7 @@ def joined_rows(
     table: Table, records: Sequence[Record], base: list[list[int]] | None
 ) -> ExportedTable:
     """Return the rows of a table's shards as one, in order of ids; for `base` see `ExportedTable.base`."""
-    from steepest.tables.hashing import salt_of  # needs what only tables need
+    from steepest.tables.first_values import constant_without_rows  # needs what only tables need
 
     parts: dict[str, list[torch.Tensor]] = {"ids": [], "values": [], "removed_ids": []}
     known: dict[int, dict[str, int]] = {}
@@ -101,6 +100,5 @@ def joined_rows(
     place = [[chunk, each["life"], each["updates"]] for chunk, each in sorted(known.items())]
     values = torch.cat(parts["values"])[order]
     version = max(each[2] for each in place)
-    salt = salt_of(table.name, next(iter(known.values()))["seed"])
-    unknown = UnknownRows((table.default or table.initial).parameters(), salt, table.dtype)
+    unknown = constant_without_rows(table)
     return ExportedTable(table.name, ids, values, removed, version, place, base, unknown)

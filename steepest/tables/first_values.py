@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from steepest.tables.gradients import Bytes
-from steepest.tables.initial import Beginning, Initial
+from steepest.tables.hashing import salt_of
+from steepest.tables.initial import Beginning, Constant, Initial, Zeros
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.row_formats import RowFormat
 from steepest.tables.table import Table
@@ -42,6 +43,19 @@ class FirstValues:
         values = np.empty((len(ids), self._form.dim), self._form.dtype)
         beginning.fill(tables, ids, np.arange(len(ids)), values)
         return values
+
+
+def values_without_rows(table: Table, ids: Int64s, seed: int) -> Floats:
+    """Return what servers of a job with a seed answer outside of training for ids without rows, (n, dim)."""
+    first = FirstValues([table], [salt_of(table.name, seed)])
+    return table.form.received(first.sent(np.zeros(len(ids), np.int32), ids, training=False))
+
+
+def constant_without_rows(table: Table) -> float:
+    """Return the value that all ids without rows have; 0 where each has random ones of its own."""
+    if not isinstance(table.default or table.initial, (Constant, Zeros)):
+        return 0.0
+    return float(values_without_rows(table, np.zeros(1, np.int64), 0)[0, 0])
 
 
 def _values_of_unknown(table: Table, training: bool) -> Initial:

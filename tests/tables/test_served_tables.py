@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from steepest import Callback, DistributedSGD, ExportedTable, ServedTable, StepResult
-from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.errors import ConfigurationError
 from steepest.tables.eviction import LRU
 from steepest.tables.initial import Normal
@@ -21,18 +20,18 @@ from tests.example_modules import imported
 from tests.simulation.run import Simulation
 from tests.table_jobs import trainer, words
 
-UNKNOWN = UnknownRows((2.0, 0.0, 1.0, 0.0, 1.0), 7, "float32")
+UNKNOWN = 0.25
 ALL = torch.arange(70)
 
 
-def exported(ids: list[int], unknown: UnknownRows | None = UNKNOWN, **more: Any) -> ExportedTable:
+def exported(ids: list[int], unknown: float = UNKNOWN, **more: Any) -> ExportedTable:
     values = torch.tensor(ids, dtype=torch.float32)[:, None].expand(-1, 3) / 2
     return ExportedTable("t", torch.tensor(ids, dtype=torch.int64), values, unknown=unknown, **more)
 
 
-@pytest.mark.parametrize("unknown", [None, UNKNOWN])
+@pytest.mark.parametrize("unknown", [0.0, UNKNOWN])
 @pytest.mark.parametrize("ids", [[], [5], [0, 3, 2**62, 2**63 - 1]])
-def test_a_module_answers_as_its_table_does(ids: list[int], unknown: Any) -> None:
+def test_a_module_answers_as_its_table_does(ids: list[int], unknown: float) -> None:
     table = exported(ids, unknown)
     asked = torch.tensor([[0, 3, 5], [2**62, 2**63 - 1, 4]])
     for room in (None, max(len(ids), 1)):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from steepest import Embedding, ExportedTable, TorchModel, connect
 from steepest.checkpoint.row_values import narrow, wide
-from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CounterFilter
-from steepest.tables.hashing import salt_of
+from steepest.tables.first_values import constant_without_rows, values_without_rows
 from steepest.tables.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
 from steepest.tables.local import LocalRows
 from steepest.tables.row_formats import DTYPES
@@ -24,7 +23,7 @@ from steepest.tables.table import Table
 from tests.table_jobs import IDS, trainer, words
 from tests.table_tools import table
 
-SOME = torch.cat([torch.arange(5000), torch.tensor([2**63 - 1, 2**62 + 12345, 987654321])])
+SOME = np.append(np.arange(5000), [2**63 - 1, 2**62 + 12345, 987654321])
 WAYS: list[Initial] = [
     Zeros(), Constant(0.3), Constant(-1e5), Uniform(-0.2, 3.0), Normal(0.5, 0.1), Normal(0.0, 1e5),
     TruncatedNormal(0.0, 1.0, 2.5, 9.0),
@@ -33,16 +32,12 @@ WAYS: list[Initial] = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS, ids=repr)
-def test_torch_makes_the_bits_that_servers_make(way: Initial, dtype: str) -> None:
-    shard = TableShard([Table("words", 6, initial=way, dtype=dtype)], seed=3)
-    expected = shard.pull(np.zeros(len(SOME), np.int32), SOME.numpy())
-    unknown = UnknownRows(way.parameters(), salt_of("words", 3), dtype)
-    found = unknown.values(SOME, 6)
-    assert torch.equal(found, torch.from_numpy(expected))
-    if isinstance(way, (Zeros, Constant)):
-        assert unknown.constant == expected[0, 0]
-    else:
-        assert unknown.constant is None
+def test_without_a_shard_ids_have_the_bits_that_servers_answer(way: Initial, dtype: str) -> None:
+    described = Table("words", 6, initial=way, dtype=dtype)
+    expected = TableShard([described], seed=3).pull(np.zeros(len(SOME), np.int32), SOME)
+    assert np.array_equal(values_without_rows(described, SOME, 3), expected)
+    one = expected[0, 0] if isinstance(way, (Zeros, Constant)) else 0.0
+    assert constant_without_rows(described) == one
 
 
 @pytest.mark.parametrize("default", [None, Zeros(), Constant(0.25)])
@@ -89,8 +84,9 @@ def test_a_default_is_one_of_the_initial_values() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8"])
-@pytest.mark.parametrize("default", [None, Constant(0.125)])
+@pytest.mark.parametrize("default", [None, Constant(0.3)])
 def test_an_export_answers_as_an_evaluation_does(default: Any, dtype: str, tmp_path: Path) -> None:
+    """Where a default is one for all ids without rows; else such an id has zeros there."""
     settings: Any = {"initial": Normal(), "dtype": dtype, "default": default}
     settings["admission"] = CounterFilter(filter_freq=2)
     ids = torch.arange(60)
@@ -108,14 +104,17 @@ def test_an_export_answers_as_an_evaluation_does(default: Any, dtype: str, tmp_p
         later = found.updated(sgd.export_table("words", since=found))
         whole = sgd.export_table("words")
     assert 0 < len(found) < len(IDS.unique())
+    if default is None:
+        expected[~torch.isin(ids, found.ids)] = 0.0
     assert torch.equal(found.look_up(ids.view(6, 10)).view(60, 3), expected)
     found.save(tmp_path / "table")
     again = ExportedTable.load(tmp_path / "table")
     assert again.unknown == found.unknown
+    assert found.unknown == (0.0 if default is None else pytest.approx(0.3, rel=1e-2))
     assert torch.equal(again.look_up(ids), expected)
     assert torch.equal(later.look_up(ids), whole.look_up(ids))
     row = found.embedding()(torch.tensor(0))
-    assert row.tolist() == [0.125 if default else 0.0] * 3
+    assert row.tolist() == [found.unknown] * 3
 
 
 def test_one_row_of_bytes_is_read_wherever_it_lies() -> None:
