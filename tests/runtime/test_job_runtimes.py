@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,18 @@ class Body:
 
 
 @contextlib.contextmanager
-def on_processes() -> Iterator[JobRuntime]:
-    own = MachineRuntime()
-    with using(own):
-        own.connect()
+def on_processes(own: MachineRuntime | None = None) -> Iterator[JobRuntime]:
+    """A runtime with a template of its own, or that of all tests."""
+    here = own or MachineRuntime()
+    with using(here):
+        here.connect()
         try:
-            yield own
+            yield here
         finally:
-            own.close()
+            if own is None:
+                here.close()
+            else:
+                here.shutdown()
 
 
 @contextlib.contextmanager
@@ -112,9 +117,9 @@ def on_ray() -> Iterator[JobRuntime]:
 
 
 def test_a_signal_is_named_and_all_that_was_printed_is_there(
-    capsys: pytest.CaptureFixture[str],
+    machine_of_session: MachineRuntime, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with on_processes() as here:
+    with on_processes(machine_of_session) as here:
         group = here.ask([{"CPU": 1.0}], "PACK")
         process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
         stays, pid = here.call(process, "stay"), here.call(process, "pid").get(SECONDS)
@@ -129,8 +134,10 @@ def test_a_signal_is_named_and_all_that_was_printed_is_there(
     assert capsys.readouterr() == ("[worker 1] last\n", "[worker 1] firstlast\n")
 
 
-def test_more_large_values_travel_in_a_message_than_descriptors_with_a_byte() -> None:
-    with on_processes() as here:
+def test_more_large_values_travel_in_a_message_than_descriptors_with_a_byte(
+    machine_of_session: MachineRuntime,
+) -> None:
+    with on_processes(machine_of_session) as here:
         group = here.ask([{"CPU": 1.0}], "PACK")
         process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
         value = here.put(np.ones(1 << 17))  # one memory, a descriptor for each time it is given
@@ -153,16 +160,13 @@ def test_the_end_of_the_template_is_told() -> None:
 
 def test_nothing_stays_when_a_runtime_ends() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):
-        with on_processes() as here:
-            group = here.ask([{"CPU": 1.0}] * 64, "PACK")  # more than there are cores
-            process = here.start(
-                Body, ["steepest worker 1", 1], (group, 9), cpus=1, gpus=0, calls=4
-            )
-            here.call(process, "ones", 300_000).get(SECONDS)
-            pid = here.call(process, "pid").get(SECONDS)
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    with on_processes() as here:
+        group = here.ask([{"CPU": 1.0}] * 64, "PACK")  # more than there are cores
+        process = here.start(Body, ["steepest worker 1", 1], (group, 9), cpus=1, gpus=0, calls=4)
+        here.call(process, "ones", 300_000).get(SECONDS)
+        pid = here.call(process, "pid").get(SECONDS)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -173,7 +177,8 @@ def here(request: pytest.FixtureRequest) -> Iterator[JobRuntime]:
     """Each runtime in turn: real threads take no time of a simulation."""
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
-    worlds = {"processes": on_processes, "simulation": on_a_simulation, "ray": on_ray}
+    machine = request.getfixturevalue("machine_of_session")
+    worlds = {"processes": partial(on_processes, machine), "simulation": on_a_simulation, "ray": on_ray}
     with worlds[request.param]() as found:
         yield found
 
