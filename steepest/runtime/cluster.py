@@ -419,8 +419,13 @@ class Cluster(JobContext):
             f"{counts[role]} {role}{'s' * (counts[role] != 1)}" for role in sorted(counts)[::-1]
         )
         here = runtime()
-        cluster = "; RAY_ADDRESS or ray.init() for a cluster" if here.name == "processes" else ""
-        return f"{shown} on {here.in_words}{cluster}"
+        if here.name != "processes":
+            return f"{shown} on {here.in_words}"
+        cores = here.total()["CPU"]
+        asked = counts["worker"] * self.run_config.resources.cpus_per_worker
+        shared = f"the {cores:g} core{'s' * (cores != 1)} of {here.in_words}, which they share"
+        where = shared if asked > cores else here.in_words
+        return f"{shown} on {where}; RAY_ADDRESS or ray.init() for a cluster"
 
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""

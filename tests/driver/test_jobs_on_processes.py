@@ -23,6 +23,7 @@ from steepest.config.run import RUNTIMES
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.runtime.holders import hold
 from steepest.runtime.job_runtime import chosen
+from steepest.runtime.machine.runtime import MachineRuntime
 from steepest.testing import linear_model_creator
 from tests.processes import until
 from tests.reference import Task, difference
@@ -101,6 +102,21 @@ def test_processes_end_with_a_driver_that_is_killed_which_imports_no_ray() -> No
     *pids, ray = ended.stdout.split()
     assert ray == "False"
     until(lambda: not any(map(is_there, map(int, pids))))
+
+
+def test_more_workers_than_cores_share_them_which_is_said_once(
+    machine: MachineRuntime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "total", lambda: {"CPU": 2.0, "GPU": 0.0})
+    with DistributedSGD(TASK.creator(), 3, run_config=CONFIG) as trainer:
+        for _ in range(2):
+            trainer.fit(steps=1, progress="lines")
+        assert difference(trainer.weights(), TASK.train(3, 2)) < 1e-12
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "3 workers and 1 server on the 2 cores of this machine, which they share; "
+    )
+    assert said.count("which they share") == 1
 
 
 def test_which_runtime_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,11 @@ def here(request: pytest.FixtureRequest) -> Iterator[JobRuntime]:
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     machine = request.getfixturevalue("machine_of_session")
-    worlds = {"processes": partial(on_processes, machine), "simulation": on_a_simulation, "ray": on_ray}
+    worlds = {
+        "processes": partial(on_processes, machine),
+        "simulation": on_a_simulation,
+        "ray": on_ray,
+    }
     with worlds[request.param]() as found:
         yield found
 
