@@ -31,7 +31,8 @@ class Difference:
 
     Attributes:
         step: the number of the step, from 1; 0 for none.
-        what: "samples", "settings", "losses", "gradients", "weights", "gathered", "reports" or "steps".
+        what: "samples", "settings", "losses", "gradients", "weights", "optimizer_state", "buffers", "gathered",
+            "draws", "reports" or "steps".
         name: of the tensor, the setting or the report.
         here, there: the value in the first run, and in the second.
         size: how far, as a part of what is compared; NaN where it is no number.
@@ -58,17 +59,21 @@ class Comparison:
         same_bits: whether all bits are.
         distances: the greatest distance of what is equal but for rounding, by name.
         each_once: whether the samples of each step are the same; None where they cannot be told apart.
+        buffers: the first buffer that is another one, where all else is equal; None for none.
+        missing: the row of reports of which a killed worker's part is missing, which was on its way; None for none.
     """
 
     first: Difference | None
     same_bits: bool = False
     distances: Mapping[str, float] = ()  # type: ignore[assignment]
     each_once: bool | None = None
+    buffers: Difference | None = None
+    missing: int | None = None
 
 
 def precision_of(run: Run) -> str:
     """Return "low", "single" or "double": how finely a run's parameters are rounded, at worst."""
-    if run.facts is not None and run.facts.low_precision:
+    if (run.facts is not None and run.facts.low_precision) or run.notes("autocast"):
         return "low"
     steps = [s for life in run.lives for s in life.steps[:1]]
     eps = max((t.eps for s in steps for t in s.weights.values()), default=0.0)
@@ -99,6 +104,7 @@ def whole_and_parts(
     precision, noise = precision_of(whole), _Noise(whole)
     distances = {"weights": 0.0, "losses": 0.0}
     each_once: bool | None = True
+    buffers: Difference | None = None
     for step in sorted(one):
         if step > first_end:
             break
@@ -112,14 +118,17 @@ def whole_and_parts(
             or _losses(one[step], own, limit, distances)
             or (_gradients(one[step], own, limit) if gradients else None)
             or _weights(one[step], own[0], noise, limit, distances)
+            or _optimizer_state(one[step], own[0], limit)
+            or _gathered(one[step], own, max(_OF_REPORTS, 10 * limit))
         )
+        buffers = buffers or _buffers(one[step], own, 10 * limit)
         if found is not None:
             return Comparison(found, each_once=each_once)
     if different is not None:
         return Comparison(different, each_once=each_once)
     limit = max(_OF_REPORTS, _ROUNDING[precision])
     first = _reports(whole.reports, parts.reports, limit, frozenset(noisy))
-    return Comparison(first, False, distances, each_once)
+    return Comparison(first, False, distances, each_once, buffers)
 
 
 def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
@@ -136,27 +145,33 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
                     return Comparison(Difference(step, "steps", "", here, there, worker=worker))
                 continue
             compare = _same_causes if causes else _same_results
-            if (found := compare(own, its, worker)) is not None:
-                return Comparison(found)
-    first = _reports(base.reports, other.reports, 0.0, left_out)
-    return Comparison(first, first is None, distances, True)
+            if (differs := compare(own, its, worker)) is not None:
+                return Comparison(differs)
+    rows = other.missing_reports()
+    pairs = enumerate(zip(base.reports, other.reports, strict=False))
+    missing = [n for n, (a, b) in pairs if n in rows and _reports([a], [b], 0.0, left_out)]
+    found = [base.reports[n] if n in missing else row for n, row in enumerate(other.reports)]
+    first = _reports(base.reports, found, 0.0, left_out)
+    return Comparison(
+        first, first is None, distances, True, missing=missing[0] if missing else None
+    )
 
 
 def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | None:
     step = own.step
     if own.samples != its.samples:
-        return Difference(
-            step, "samples", "", str(len(own.samples)), str(len(its.samples)), worker=worker
-        )
-    for at, (here, there) in enumerate(zip(own.settings, its.settings, strict=False)):
-        for name in here:
-            if here[name] != there.get(name):
+        here, there = len(own.samples), len(its.samples)
+        counts = ("", "") if here == there else (str(here), str(there))
+        return Difference(step, "samples", "", *counts, worker=worker)
+    for at, (ours, theirs) in enumerate(zip(own.settings, its.settings, strict=False)):
+        for name in ours:
+            if ours[name] != theirs.get(name):
                 return Difference(
                     step,
                     "settings",
                     f"{name}@{at}",
-                    f"{here[name]!r:.24}",
-                    f"{there.get(name)!r:.24}",
+                    f"{ours[name]!r:.24}",
+                    f"{theirs.get(name)!r:.24}",
                     worker=worker,
                 )
     if repr(own.losses) != repr(its.losses):
@@ -173,15 +188,21 @@ def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | 
 
 
 def _same_results(own: StepRecord, its: StepRecord, worker: int) -> Difference | None:
-    if (found := _same_tensors(own, its, worker, "weights")) is not None:
-        return found
-    if own.gathered != its.gathered:
-        return Difference(own.step, "gathered", "", worker=worker)
+    for what in ("weights", "optimizer_state", "buffers"):
+        if (found := _same_tensors(own, its, worker, what)) is not None:
+            return found
+    for here, there in itertools.zip_longest(own.gathered, its.gathered):
+        if here is None or there is None or here.digest != there.digest:
+            return Difference(own.step, "gathered", (here or there).line, worker=worker)
+    if own.drawn != its.drawn:
+        return Difference(own.step, "draws", "", worker=worker)
     return None
 
 
 def _same_tensors(own: StepRecord, its: StepRecord, worker: int, what: str) -> Difference | None:
     mine, yours = getattr(own, what), getattr(its, what)
+    if what == "optimizer_state" and not (mine and yours):  # one was stopped before it was read
+        return None
     for name in mine:
         if name not in yours or mine[name].digest != yours[name].digest:
             size = _apart(mine[name].values, yours[name].values) if name in yours else math.nan
@@ -235,7 +256,9 @@ def _number(value: Any) -> bool:
 
 
 def weights_of(own: Sequence[StepRecord]) -> Values:
-    """Return what each worker's mean counts in the step's: by samples, or by what the user has said."""
+    """Return what each worker's mean counts in the step's, by samples or what the user has said; each sum counts 1."""
+    if own[0].sums:
+        return np.ones(len(own))
     said = [record.weight for record in own]
     if any(each is not None for each in said):
         found = np.array([each or 0.0 for each in said], float)
@@ -376,6 +399,65 @@ def _weights(
     )
 
 
+def _optimizer_state(one: StepRecord, own: StepRecord, limit: float) -> Difference | None:
+    """Compare what the optimizers keep, all of one key together: of one tensor it may be noise alone."""
+    kinds: dict[str, list[str]] = {}
+    for name in one.optimizer_state:
+        kinds.setdefault(name.split(" of ")[0], []).append(name)
+    if lacking := one.optimizer_state.keys() ^ own.optimizer_state.keys():
+        return Difference(one.step, "optimizer_state", min(lacking))
+    for names in kinds.values():
+        here, there = (joined(each.optimizer_state, names) for each in (one, own))
+        if here.shape != there.shape or not (np.isfinite(here).all() and np.isfinite(there).all()):
+            continue
+        size = float(np.linalg.norm(there - here)) / max(float(np.linalg.norm(here)), 1e-12)
+        if size > 20 * limit:
+            name = max(names, key=lambda n: _far(one.optimizer_state[n], own.optimizer_state[n]))
+            return Difference(
+                one.step, "optimizer_state", name, size=size, ratio=_ratio(here, there)
+            )
+    return None
+
+
+def _far(a: TensorSummary, b: TensorSummary) -> float:
+    return float(np.abs(a.values - b.values).max(initial=0.0))
+
+
+def _gathered(one: StepRecord, own: Sequence[StepRecord], limit: float) -> Difference | None:
+    """Compare what was gathered: how often, and the numbers where there are as many, in whatever order."""
+    for worker, record in enumerate(own):
+        here, there = len(one.gathered), len(record.gathered)
+        if here != there:
+            line = (one.gathered or record.gathered)[0].line
+            return Difference(
+                one.step, "gathered", line, f"{here} calls", f"{there} calls", worker=worker
+            )
+    for a, b in zip(one.gathered, own[0].gathered, strict=True):
+        if a.count != b.count or not np.isfinite(a.values).all():
+            continue
+        size = float(np.linalg.norm(a.values - b.values)) / max(
+            float(np.linalg.norm(a.values)), 1e-12
+        )
+        if not size <= limit:
+            return Difference(one.step, "gathered", a.line, size=size)
+    return None
+
+
+def _buffers(one: StepRecord, own: Sequence[StepRecord], limit: float) -> Difference | None:
+    """Compare buffers with the mean of the workers'."""
+    shares = weights_of(own) / weights_of(own).sum()
+    for name, here in one.buffers.items():
+        parts = [record.buffers[name].values for record in own if name in record.buffers]
+        if len(parts) < len(own) or any(len(each) != len(here.values) for each in parts):
+            return Difference(one.step, "buffers", name)
+        there = shares @ np.array(parts)
+        size = float(np.linalg.norm(there - here.values))
+        size /= max(float(np.linalg.norm(here.values)), 1e-12)
+        if size > limit:
+            return Difference(one.step, "buffers", name, size=size)
+    return None
+
+
 def _reports(
     here: Sequence[Mapping[str, float]],
     there: Sequence[Mapping[str, float]],
@@ -414,15 +496,15 @@ def noisy_reports(one: Run, again: Run) -> set[str]:
     }
 
 
-def noisy_variables(one: Run, again: Run) -> set[str]:
-    """Return the names of variables that two runs of one process do not have in common."""
-    first, second = one.in_order(0), again.in_order(0)
-    return {
-        name
-        for step in first.keys() & second.keys()
-        for name, value in first[step].variables.items()
-        if name in second[step].variables and second[step].variables[name].digest != value.digest
-    }
+def noisy_variables(one: Run, again: Run, until: float = math.inf) -> set[str]:
+    """Return the names of variables that two runs do not have in common, in steps before one in which they part."""
+    found = set()
+    for worker in one.workers:
+        first, second = one.steps_of(worker), again.steps_of(worker)
+        for step in (each for each in first.keys() & second.keys() if each < until):
+            own, its = first[step].variables, second[step].variables
+            found |= {n for n, v in own.items() if n in its and its[n].digest != v.digest}
+    return found
 
 
 def _same_samples(one: StepRecord, own: Sequence[StepRecord]) -> bool | None:

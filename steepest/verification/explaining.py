@@ -51,6 +51,7 @@ def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
         "settings": _settings,
         "steps": _lengths,
         "reports": _reports,
+        "gathered": _gathered,
     }.get(found.what)
     if explain is not None:
         return explain(found, whole, parts, workers)
@@ -65,15 +66,21 @@ def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
     if same := _all_alike(own):
         return [same]
     told = warnings_of(parts)
+    if _samples_differ(one, own) and (own_draws := _own_draws(parts)):
+        return [own_draws]
+    if any("reduction='sum'" in text for text in told):
+        return told
     if factor := _factor(found.ratio, workers):
         return [*told, _of_factor(factor, workers, parts)]
-    if found.what == "weights":
+    if found.what in ("weights", "optimizer_state"):
         return [
             *told,
             "the workers' mean gradient is that of the whole batch, and the rates are the same, but the update is "
             "another one: "
             "weights are written, or gradients changed, elsewhere than by optimizer.step()",
         ]
+    if any("steepest.clip_grad_norm_" in text for text in told):
+        return told
     if any(record.edited for record in own):
         told.append(
             "each worker changes its own gradient between backward() and step(): what is done to it (clipping, "
@@ -91,6 +98,80 @@ def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
         return told
     told.extend(_of_mean(one, own))
     return told
+
+
+def of_decisions(run: Run, sources: dict[str, str]) -> list[str]:
+    """Return by which variables a script decides that workers have otherwise: each decides by its own then."""
+    found: dict[str, str] = {}
+    workers = run.workers
+    for step in sorted(run.steps_of(workers[0])) if len(workers) > 1 else ():
+        records = [own[step] for w in workers if step in (own := run.steps_of(w))]
+        if len(records) < len(workers):
+            break
+        for name in records[0].variables:
+            several = [record.variables.get(name) for record in records]
+            kinds = ("number", "scheduler")
+            values = [each for each in several if each is not None and each.kind in kinds]
+            if len(values) < len(records) or len({each.digest for each in values}) == 1:
+                continue
+            each = ", ".join(f"{v.shown:.14} on worker {w}" for w, v in enumerate(values))
+            if values[0].kind == "scheduler":
+                found[name] = (
+                    f"the {values[0].type_name} given to prepare() has {each} behind step {step - 1}: it is stepped by "
+                    "what one worker finds; step it by what all have found, steepest.gather(...)"
+                )
+                continue
+            scope, variable = name.split(":", 1)
+            file = records[0].lines.get(scope, "").rsplit(":", 1)[0]
+            if (line := _decided(sources.get(file, ""), variable)) and variable not in found:
+                found[variable] = (
+                    f"{file}:{line} decides by `{variable}`, which is {each} behind step {step - 1}: "
+                    "decide by what all have found, steepest.gather(...), and all do the same"
+                )
+    return [*found.values()][:3]
+
+
+@lru_cache(maxsize=256)
+def _decided(source: str, variable: str) -> int:
+    """Return the line of a condition that names a variable, but for those of a rank; 0 where there is none."""
+    last = variable.split(".")[-1]
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except SyntaxError:
+        return 0
+    tests = [n.test for n in nodes if isinstance(n, ast.If | ast.While | ast.IfExp)]
+    tests += [
+        n.value for n in nodes if isinstance(n, ast.Return) and isinstance(n.value, ast.Compare)
+    ]
+    for test in tests:
+        names = {getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(test)}
+        if last in names and not names & {"rank", "__name__"}:
+            return test.lineno
+    return 0
+
+
+def _own_draws(run: Run) -> str:
+    """Return what there is to say of random generators that the data set has by itself."""
+    names = run.facts.generators if run.facts is not None else []
+    if not names:
+        return ""
+    return (
+        f"the data set draws from a generator of its own, `self.{names[0]}`, which goes on otherwise in each process "
+        "that reads it, and begins anew in a successor: draw from torch's, NumPy's or Python's own generators, which "
+        "are seeded for each batch, or from one that is made of the sample's number"
+    )
+
+
+def of_lengths(run: Run) -> list[str]:
+    """Return where the script asks for the length of its loader before `prepare`, which is that of one worker alone."""
+    found = {line: length for length, line, _ in run.notes("length")}
+    return [
+        f"len(loader) at {line}, before prepare(), is {length}, the batches of one worker alone; an epoch of "
+        f"{len(run.workers)} workers has about 1/{len(run.workers)} of them: a schedule made of it is too long; call "
+        "it behind prepare()"
+        for line, length in found.items()
+        if len(run.workers) > 1
+    ]
 
 
 def _unprepared(run: Run) -> str:
@@ -272,12 +353,35 @@ def _reports(found: Difference, whole: Run, parts: Run, workers: int) -> list[st
     ]
 
 
+def _gathered(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    if found.here:
+        return [
+            f"steepest.gather({found.name}) is called {found.here.replace(' calls', '')} times in the step by one "
+            f"process, and {found.there.replace(' calls', '')} times by worker {found.worker}: call it equally often, "
+            "whatever a worker finds"
+        ]
+    return [
+        f"what steepest.gather(...) returns ({found.name}) has as many numbers, and other ones: what each worker "
+        "gives depends on the other samples of its batch, on its number, or on what it has drawn"
+    ]
+
+
+def of_buffers(found: Difference, parts: Run) -> str:
+    """Return what there is to say of a buffer that is another one, where all else is equal."""
+    return (
+        f"the buffer {found.name} is made of each worker's own part of the batch (from step {found.step}): result."
+        "state_dict has the mean of running statistics, and worker 0's of others; steepest.prepare(..., buffers="
+        f'{{"{found.name.split(".", 1)[-1]}": "mean"}}) says what stands for all'
+    )
+
+
 def warnings_of(run: Run) -> list[str]:
     """Return what the library has warned of in workers, which says itself what to do."""
     found: dict[str, str] = {}
     for text, line, _ in run.notes("warned"):
-        if "steepest" in text:
-            found.setdefault(text.split("\n")[0][:400], line)
+        if "steepest" in text:  # each worker says it
+            said = re.sub(r"^worker \d+: ", "", text.split("\n")[0])
+            found.setdefault(said[:400], line)
     return [f"{line}: {text}" for text, line in found.items()]
 
 
@@ -330,6 +434,8 @@ def changed_variables(
             if own is None:
                 continue
             for name, value in step.variables.items():
+                if value.kind == "scheduler":
+                    continue  # which the job keeps
                 if value.kind == "values" and step is not steps[0]:
                     continue  # made in the steps that the successor has taken, such as a loss
                 before = own.variables.get(name)
@@ -394,7 +500,7 @@ def of_death(
     if found is not None and found.step:  # what differs later is of it
         changed = [each for each in changed if each[1] <= found.step]
     at_once = [each for each in changed if each[1] == changed[0][1]]
-    told = [_of_variable(*each, sources=sources) for each in at_once[:3]]
+    told = [*dict.fromkeys(_of_variable(*each, sources=sources) for each in at_once)][:3]
     if found is None:
         return told
     if told:
@@ -407,11 +513,12 @@ def of_death(
     if unprepared := _unprepared(base):
         return [unprepared]
     told.extend(warnings_of(other))
+    if found.what == "samples" and (own_draws := _own_draws(base)):
+        return [own_draws]
     if step is not None and step.left_over:
         told.append(
-            "gradients of the steps before are left when backward() is called: call optimizer.zero_grad() in each "
-            "step; a successor "
-            "does not have them"
+            f"gradients of the steps before are left when backward() is called before {step.line}: call "
+            "optimizer.zero_grad() in each step; a successor does not have them"
         )
     elif found.what in ("losses", "gradients"):
         told.append(
@@ -442,7 +549,9 @@ def _of_variable(
         )
         return f"{what} give its state to steepest.register(...) ({_STATE})"
     else:
-        what = f"`{variable}` ({at}), a {before.type_name}, went on in the others and began anew in the successor"
+        kind = before.type_name
+        article = "an" if kind[0] in "AEIOUaeiou" else "a"
+        what = f"`{variable}` ({at}), {article} {kind}, went on in the others and began anew in the successor"
     if _is_scheduler(before.type_name):
         return f"{what}: give it to steepest.prepare(model, optimizer, scheduler, loader)"
     own = (

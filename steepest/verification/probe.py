@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 import os
-import pickle
+import random
 import signal
 import sys
 import threading
@@ -18,28 +18,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader
 
-from steepest.core.engine.generators import States, restore, states
+from steepest.core.engine.generators import restore, states
 from steepest.core.models.scalars import as_number
+from steepest.errors import ConfigurationError
 from steepest.loop import calls
+from steepest.loop.kept_values import FindClass, Form, finder, restored
 from steepest.verification.drawing import Draws, put_aside
-from steepest.verification.frames import frames_of_user, is_users_class, line_here, line_of
-from steepest.verification.records import Facts, RecordFile, StepRecord, read_entries
+from steepest.verification.frames import (
+    frames_of_user,
+    is_users,
+    is_users_class,
+    line_here,
+    scopes_of,
+)
+from steepest.verification.records import EntryFile, Facts, StepRecord, read_entries
 from steepest.verification.summaries import (
+    GatheredValue,
     TensorSummary,
     Variable,
     Variables,
     digest_of_tensor,
+    gathered_value,
+    of_scheduler,
     rows_of,
     size_of,
+    state_of,
     summary_of,
 )
 
 #: Bytes of batches that are kept for the plain script.
 _KEPT_BYTES = 1 << 29
+_KEPT = "batches"  # name of the file
 _FRAMES = 6
 
 
@@ -90,9 +104,9 @@ class _Probe:
         self._is_plain = not calls.is_worker()
         self._rank = calls.rank()
         begun = time.time_ns()
-        self._file = RecordFile(self._folder, f"worker-{self._rank}-{os.getpid()}-{begun}")
+        self._file = EntryFile(self._folder / f"worker-{self._rank}-{os.getpid()}-{begun}.record")
         self._file.append("begun", (self._rank, calls.size(), begun))
-        self._feed = _Feed(Path(watched.feed)) if watched.feed else None
+        self._feed = _Feed(Path(watched.feed), finder(watched.function)) if watched.feed else None
         self._keeper: _Keeper | None = None
         self._draws = Draws()
         self._known: set[int] = set()  # ids of what the job keeps by itself
@@ -103,7 +117,11 @@ class _Probe:
         self._named: dict[str, torch.Tensor] = {}
         self._done = 0  # steps of the job, as far as this function knows
         self._epoch = -1
-        self._is_over = False
+        self._is_over = self._has_autocast = self._sums = False
+        self._schedulers: list[Any] = []
+        self._lengths: list[
+            tuple[int, int, str]
+        ] = []  # of loaders before `prepare`: id, length, line
         self._step: StepRecord | None = None
         self._after_backward: list[tuple[int, int]] | None = None
         self._since = time.perf_counter()
@@ -118,7 +136,7 @@ class _Probe:
         self._left_over: set[int] = (
             set()
         )  # ids of parameters with gradients before the first backward pass
-        self._gathered: list[bytes] = []
+        self._gathered: list[GatheredValue] = []
         self._variables_then: dict[str, Variable] = {}
         self._lines_then: dict[str, str] = {}
         self._generators = _digest_of_generators()
@@ -155,6 +173,7 @@ class _Probe:
         """Have what is no call of this library's be noted too, in this context."""
         backward, iterate = torch.Tensor.backward, DataLoader.__iter__
         save, show = torch.save, warnings.showwarning
+        enter, length = torch.autocast.__enter__, DataLoader.__len__
         _hear_of_files()
         _patch_once()
         package = vars(sys.modules["steepest"])
@@ -171,6 +190,8 @@ class _Probe:
                 package["run"] = run
             torch.Tensor.backward, DataLoader.__iter__ = backward, iterate  # type: ignore[method-assign]
             torch.save, warnings.showwarning = save, show
+            torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+            DataLoader.__len__ = length  # type: ignore[method-assign]
 
     # -- what it is told of --------------------------------------------------------------------
 
@@ -188,6 +209,8 @@ class _Probe:
         """Take note of a call, see `steepest.loop.calls.CallListener`."""
         if name == "report":
             self._reported(named)
+        if name == "prepare":
+            self._sums = named.get("reduction") == "sum"
         handle = getattr(self, f"_called_{name}", None)
         return returned if handle is None else handle(given, returned)
 
@@ -203,6 +226,9 @@ class _Probe:
         self._know(*given, *several)
         self._modules = [each for each in given if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        self._schedulers = [
+            each for each in given if isinstance(each, LRScheduler | ReduceLROnPlateau)
+        ]
         self._name_tensors()
         loaders = [(g, r) for g, r in zip(given, several, strict=True) if isinstance(g, DataLoader)]
         if loaders:
@@ -224,7 +250,11 @@ class _Probe:
             self._names_of(_drops),
             any(each.dtype in (torch.float16, torch.bfloat16) for each in self._named.values()),
             line_here(),
+            _generators_in(loaders[0][0].dataset) if loaders else [],
         )
+        for of, length, line in self._lengths:
+            if loaders and of == id(loaders[0][0]):
+                self.note("length", str(length), line)
         self._file.append("prepared", (facts, self._summaries(self._named)))
         self._begin_batches()
         return returned
@@ -247,7 +277,8 @@ class _Probe:
 
     def _called_gather(self, given: tuple[Any, ...], returned: Any) -> Any:
         found = self._variables.read({"gathered": returned}).get("gathered")
-        self._gathered.append(b"" if found is None else found.digest)
+        digest = "" if found is None else found.digest
+        self._gathered.append(gathered_value(returned, digest, line_here()))
         return returned
 
     def _called_weight(self, given: tuple[Any, ...], returned: Any) -> Any:
@@ -258,6 +289,17 @@ class _Probe:
         if line := line_here():
             self.note("size", "", line)
         return returned
+
+    def note_length(self, loader: DataLoader[Any], length: int) -> None:
+        """Note that the user asked for the length of a loader before `prepare`."""
+        if not self._known:
+            self._lengths.append((id(loader), length, line_here()))
+
+    def note_autocast(self) -> None:
+        """Note that operations run in few bits."""
+        if not self._has_autocast:
+            self._has_autocast = True
+            self.note("autocast", "", line_here())
 
     def note(self, kind: str, text: str, line: str) -> None:
         """Note something of a kind, and where the user's function is."""
@@ -359,8 +401,8 @@ class _Probe:
         """Keep the random generators for the plain script; in that, have them as they were kept."""
         if self._keeper is not None:
             self._keeper.add(kind + " states", states())
-        if self._feed is not None and (kept := self._feed.next_states(kind)) is not None:
-            restore(kept)
+        if self._feed is not None:
+            self._feed.set_states(kind)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -400,7 +442,9 @@ class _Probe:
             gradients=self._summaries(gradients),
             left_over=bool(own & self._left_over),
             edited=self._after_backward is not None and self._after_backward != self._versions(),
-            drew=self._generators != _digest_of_generators(),
+            drew=self._generators != (drawn := _digest_of_generators()),
+            drawn=drawn,
+            sums=self._sums,
             variables=self._variables_then,
             lines=self._lines_then,
             gathered=self._gathered,
@@ -434,6 +478,10 @@ class _Probe:
         now = time.perf_counter()
         step.seconds, self._since = now - self._since, now
         self._file.append("step", step)
+        if self._rank == 0:  # it is read elsewhere: the program may be stopped meanwhile
+            names = {id(value): name for name, value in self._named.items()}
+            state = state_of(self._optimizers[step.optimizer], names)
+            self._file.append("optimizer_state", state)
         self._begin_batches()
         self._go_on_as("step")
         self._generators = _digest_of_generators()
@@ -465,38 +513,43 @@ class _Probe:
             return
         found: dict[str, Variable] = {}
         frames = list(frames_of_user(sys._getframe(1)))[:_FRAMES]
-        for frame in frames:
-            code, used = frame.f_code, frame.f_globals
-            own = dict(frame.f_locals)
-            if code.co_name != "<module>":
-                own |= {
-                    name: used[name] for name in code.co_names if name in used and name not in own
-                }
-            for name, value in self._variables.read(own).items():
-                found.setdefault(f"{code.co_name}:{name}", value)
+        self._lines_then = {}
+        for scope in scopes_of(frames, self._within):
+            self._lines_then.setdefault(scope.name, scope.line)
+            for name, value in self._variables.read(scope.variables).items():
+                found.setdefault(f"{scope.name}:{name}", value)
+        several = len(self._schedulers) > 1
+        for at, each in enumerate(self._schedulers):
+            name = f"scheduler {at}" if several else "scheduler"
+            found[f"prepare:{name}"] = of_scheduler(each)
         self._variables_then = found
-        self._lines_then = {frame.f_code.co_name: line_of(frame) for frame in frames}
+
+    def _within(self, value: Any) -> dict[str, Any]:
+        """Return the attributes of an object of the user's program; none for anything else."""
+        kind = type(value)
+        known = isinstance(value, type) or self._is_known(value) or not is_users_class(kind)
+        return {} if known else dict(getattr(value, "__dict__", {}))
 
 
 class _Keeper:
     """Keeps what a training loader gives, and the random generators, in a file."""
 
     def __init__(self, folder: Path, length: int | None) -> None:
-        self._file = (folder / "batches").open("wb")
+        self._file = EntryFile(folder / _KEPT)
         self.add("length", length)
 
     def add(self, kind: str, value: Any) -> None:
-        """Keep one thing, unless there is too much already."""
-        if self._file.tell() < _KEPT_BYTES:
-            try:
-                pickle.dump((kind, value), self._file)
-            except Exception:  # noqa: BLE001 - batches of a user's classes, which nothing can pickle
-                pickle.dump(("lost", None), self._file)
+        """Keep one thing, unless there is too much already, or it is of a class that cannot be kept."""
+        if self._file.size >= _KEPT_BYTES:
+            self._file.append("lost", None)
+            return
+        try:
+            self._file.append(kind, value)
+        except ConfigurationError:
+            self._file.append("lost", None)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file.tell() >= _KEPT_BYTES:
-            pickle.dump(("lost", None), self._file)
         self._file.close()
 
 
@@ -507,38 +560,42 @@ class _Feed:
         length: batches of an epoch, as its loader says; None where it does not.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._batches: list[tuple[int, Any]] = []
-        self._states: dict[str, list[States]] = {}
+    def __init__(self, folder: Path, find: FindClass) -> None:
+        self._find = find
+        self._batches: list[tuple[int, Form]] = []
+        self._states: dict[str, list[Form]] = {}
         self.length: int | None = None
-        for kind, value in _read_kept(folder):
+        path = folder / _KEPT
+        for kind, form in read_entries(path) if path.exists() else ():
             if kind == "length":
-                self.length = value
+                self.length = form
             elif kind == "batch":
-                self._batches.append(value)
+                epoch, batch = form[1]
+                self._batches.append((epoch, batch))
             elif kind.endswith(" states"):
-                self._states.setdefault(kind.removesuffix(" states"), []).append(value)
+                self._states.setdefault(kind.removesuffix(" states"), []).append(form)
 
     @property
     def has_batches(self) -> bool:
         """Whether there are any."""
         return bool(self._batches)
 
-    def batches_of(self, epoch: int) -> list[Any]:
-        """Return the batches of an epoch."""
-        return [batch for at, batch in self._batches if at == epoch]
+    def batches_of(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of an epoch."""
+        for at, form in self._batches:
+            if at == epoch:
+                yield restored(form, None, "a batch", self._find)
 
-    def next_states(self, kind: str) -> States | None:
-        """Return the generators as they were at the next event of a kind; None behind the last."""
-        several = self._states.get(kind)
-        return several.pop(0) if several else None
+    def set_states(self, kind: str) -> None:
+        """Set the random generators as they were at the next event of a kind, if there is one."""
+        if several := self._states.get(kind):
+            restore(restored(several.pop(0), None, "the random generators", self._find))
 
 
-def _read_kept(folder: Path) -> list[tuple[str, Any]]:
-    """Return what was kept in a folder; nothing where a part is lost."""
-    path = folder / "batches"
-    found = list(read_entries(path)) if path.exists() else []
-    return [] if any(kind == "lost" for kind, _ in found) else found
+def has_lost(folder: Path) -> bool:
+    """Return whether a batch could not be kept in a folder, or was too much."""
+    path = folder / _KEPT
+    return path.exists() and any(kind == "lost" for kind, _ in read_entries(path))
 
 
 def _call_function(function: Callable[[], Any], **_: Any) -> None:
@@ -563,6 +620,14 @@ def _length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _generators_in(dataset: Any) -> list[str]:
+    """Return the names of the random generators that a data set has."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    return [
+        name for name, value in getattr(dataset, "__dict__", {}).items() if isinstance(value, kinds)
+    ]
 
 
 def _depends_on_batch(module: torch.nn.Module) -> bool:
@@ -603,11 +668,10 @@ def _told_of(batches: Iterator[Any], took: Callable[[Any], None]) -> Iterator[An
         yield batch
 
 
-def _digest_of_generators() -> bytes:
+def _digest_of_generators() -> str:
     python, numpy, default, _ = states()
-    return (
-        digest_of_tensor(default) + repr((hash(python), numpy[1].tobytes()[:64], numpy[2])).encode()
-    )
+    by_python = hash((python[1], python[2] or 0.0))
+    return f"{digest_of_tensor(default)} {by_python} {numpy[1][:8].tobytes().hex()} {numpy[2]}"
 
 
 def print_to(path: Path) -> None:
@@ -628,7 +692,8 @@ def _here() -> _Probe | None:
 def _patch_once() -> None:
     """Have torch tell of backward passes, loaders that begin, and files that are saved."""
     backward: Callable[..., Any] = torch.Tensor.backward
-    iterate, save = DataLoader.__iter__, torch.save
+    iterate, save, enter = DataLoader.__iter__, torch.save, torch.autocast.__enter__
+    length = DataLoader.__len__
 
     @functools.wraps(backward)
     def backward_told(self: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -647,6 +712,21 @@ def _patch_once() -> None:
             probe.note("loader", "", line_here())
         return iterate(self)
 
+    @functools.wraps(length)
+    def length_told(self: DataLoader[Any]) -> int:
+        found = length(self)
+        probe = _here()
+        if probe is not None and is_users(sys._getframe(1).f_code.co_filename):
+            probe.note_length(self, found)
+        return found
+
+    @functools.wraps(enter)
+    def enter_told(self: torch.autocast) -> Any:
+        probe = _here()
+        if probe is not None and self._enabled:
+            probe.note_autocast()
+        return enter(self)  # type: ignore[no-untyped-call]
+
     @functools.wraps(save)
     def save_told(value: Any, f: Any, *given: Any, **named: Any) -> Any:
         probe = _here()
@@ -656,6 +736,8 @@ def _patch_once() -> None:
 
     torch.Tensor.backward, DataLoader.__iter__ = backward_told, iterate_told  # type: ignore[method-assign]
     torch.save = save_told  # type: ignore[assignment]
+    torch.autocast.__enter__ = enter_told  # type: ignore[method-assign]
+    DataLoader.__len__ = length_told  # type: ignore[method-assign]
 
 
 @functools.lru_cache(maxsize=1)

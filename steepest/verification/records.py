@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from steepest.verification.summaries import TensorSummary, Variable
+import torch
+
+from steepest.loop.kept import pack, unpack
+from steepest.loop.kept_values import Form, finder, form_of, restored
+from steepest.verification.summaries import GatheredValue, TensorSummary, Variable
+
+_LENGTH = 8  # bytes of the number of those of an entry
 
 
 @dataclass
@@ -31,7 +35,11 @@ class StepRecord:
         drew: whether random numbers were drawn since the batch was given.
         variables: of the user's functions, by ``function:name``, before the first batch since the step before.
         lines: where each of these functions was then.
-        gathered: digests of what was gathered since the step before.
+        gathered: since the step before.
+        drawn: a digest of the random generators at the step.
+        sums: whether losses add up the samples of their batch, and gradients those of the workers.
+        optimizer_state: what the optimizer keeps behind the step, see `state_of`; of worker 0 alone, and none where
+            the program was stopped there.
     """
 
     step: int
@@ -49,10 +57,13 @@ class StepRecord:
     drew: bool
     variables: dict[str, Variable]
     lines: dict[str, str]
-    gathered: list[bytes]
+    gathered: list[GatheredValue]
+    drawn: str = ""
+    sums: bool = False
     seconds: float = 0.0
     weights: dict[str, TensorSummary] = field(default_factory=dict)
     buffers: dict[str, TensorSummary] = field(default_factory=dict)
+    optimizer_state: dict[str, TensorSummary] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,6 +78,7 @@ class Facts:
         dropouts: names of modules that drop at random.
         low_precision: whether a parameter has few bits.
         line: of the call.
+        generators: names of the random generators that the data set has by itself.
     """
 
     batch_size: int | None
@@ -76,6 +88,7 @@ class Facts:
     dropouts: list[str]
     low_precision: bool
     line: str
+    generators: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -89,7 +102,7 @@ class FunctionLife:
         first: the weights at `prepare`.
         steps, reports: in order; a report has the number of steps before it.
         tried: the step that it began last, whose number is that behind the last one taken here.
-        notes: by kind ("warned", "opened", "loader", "size"): text and line.
+        notes: by kind ("warned", "opened", "loader", "size", "autocast", "length"): text and line.
         error: that the function has raised; "" for none.
         ended: where it returned, or raised; None if it was killed.
     """
@@ -107,16 +120,26 @@ class FunctionLife:
     ended: bool = False
 
 
-class RecordFile:
-    """A file to which a probe appends; what is written stays when its process is killed."""
+class EntryFile:
+    """A file to which things are appended; what is written stays when its process is killed."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._file: BinaryIO = (folder / f"{name}.record").open("ab")
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("ab")
 
     def append(self, kind: str, value: Any) -> None:
-        """Append one thing."""
-        pickle.dump((kind, value), self._file)
+        """Append one thing of a kind.
+
+        Raises:
+            ConfigurationError: it cannot be kept, see `form_of`.
+        """
+        content = pack({"kind": kind, "value": form_of(value, kind)}).numpy().tobytes()
+        self._file.write(len(content).to_bytes(_LENGTH, "little") + content)
         self._file.flush()
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self._file.tell()
 
     def close(self) -> None:
         """Close the file."""
@@ -128,23 +151,33 @@ def read_lives(folder: Path) -> list[FunctionLife]:
     return sorted(map(_read, folder.glob("*.record")), key=lambda life: life.begun)
 
 
-def read_entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what was appended to a file, with its kind; what a killed process has not written whole is left out."""
-    with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-        while True:
-            # written by this program's own processes, in a folder that only its user can enter
-            yield pickle.load(file)  # noqa: S301
+def read_entries(path: Path) -> Iterator[tuple[str, Form]]:
+    """Yield what was appended to a file, as `form_of` has it, with its kind.
+
+    What a killed process has not written whole is left out.
+    """
+    with path.open("rb") as file:
+        while len(length := file.read(_LENGTH)) == _LENGTH:
+            content = bytearray(file.read(int.from_bytes(length, "little")))
+            if len(content) < int.from_bytes(length, "little"):
+                return
+            entry = unpack(torch.frombuffer(content, dtype=torch.uint8))
+            yield entry["kind"], entry["value"]
 
 
 def _read(path: Path) -> FunctionLife:
     life = FunctionLife(0, 1, 0)
-    for kind, value in read_entries(path):
+    find = finder(_read)
+    for kind, form in read_entries(path):
+        value = restored(form, None, kind, find)
         if kind == "begun":
             life.worker, life.workers, life.begun = value
         elif kind == "prepared":
             life.facts, life.first = value
         elif kind == "step":
             life.steps.append(value)
+        elif kind == "optimizer_state":
+            life.steps[-1].optimizer_state = value
         elif kind == "tried":
             life.tried = value
         elif kind == "report":
@@ -202,6 +235,16 @@ class Run:
     def length_of(self, worker: int) -> int:
         """Return the number of a worker's last step; 0 where it took none."""
         return max(self.steps_of(worker), default=0)
+
+    def missing_reports(self) -> frozenset[int]:
+        """Return the numbers of the reports' rows of which a killed worker's part may be missing.
+
+        These are its last two; and the next, where the script says what batches weigh, which a successor has not heard.
+        """
+        killed = [life for life in self.lives if not life.ended]
+        weighs = any(step.weight is not None for life in self.lives for step in life.steps)
+        ends = [len(life.reports) for life in killed]
+        return frozenset(row for end in ends for row in range(end - 2, end + weighs))
 
     @property
     def facts(self) -> Facts | None:

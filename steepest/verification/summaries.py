@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import types
 from collections import deque
@@ -30,7 +31,7 @@ class TensorSummary:
         eps: the unit of rounding of its dtype; 0 for integers.
     """
 
-    digest: bytes
+    digest: str
     values: np.ndarray[Any, np.dtype[np.float64]]
     eps: float
 
@@ -44,13 +45,55 @@ def summary_of(tensor: torch.Tensor) -> TensorSummary:
     return TensorSummary(digest_of_tensor(tensor), values, eps)
 
 
-def digest_of_tensor(tensor: torch.Tensor) -> bytes:
+@dataclass(frozen=True)
+class GatheredValue:
+    """What one call of `steepest.gather` returned.
+
+    Attributes:
+        digest: of it.
+        count: of the numbers in it.
+        values: at most `SAMPLE` of these, by their size: workers may be joined in another order.
+        line: of the call.
+    """
+
+    digest: str
+    count: int
+    values: np.ndarray[Any, np.dtype[np.float64]]
+    line: str
+
+
+def gathered_value(value: Any, digest: str, line: str) -> GatheredValue:
+    """Return what a call returned that has this digest."""
+    parts = [each.detach().cpu().reshape(-1) for each in _tensors(value, 0)]
+    numbers = [each.to(torch.float64) for each in parts if not each.dtype.is_complex]
+    row = torch.cat(numbers).sort().values if numbers else torch.zeros(0, dtype=torch.float64)
+    stride = -(-row.numel() // SAMPLE) or 1
+    return GatheredValue(digest, row.numel(), row[::stride].numpy().copy(), line)
+
+
+def state_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, TensorSummary]:
+    """Return what an optimizer keeps of each parameter, by ``exp_avg of 0.weight``; names are those of ids."""
+    found: dict[str, TensorSummary] = {}
+    order = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    for at, kept in optimizer.state_dict()["state"].items():
+        for key, value in kept.items():
+            of = f"{key} of {names.get(order[at], f'parameter {at}')}"
+            if isinstance(value, bool | int | float):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            for number, each in enumerate(_tensors(value, 0)):
+                found[f"{of}, {number}" if number else of] = summary_of(each)
+    return found
+
+
+def digest_of_tensor(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     found = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():
         found.update(flat.view(torch.uint8).numpy().data)
-    return found.digest()
+    return found.hexdigest()
 
 
 def rows_of(batch: Any, samples: int) -> list[int]:
@@ -104,14 +147,23 @@ class Variable:
     Attributes:
         digest: of it.
         shown: for people.
-        kind: what it is: "number", "generator", "state" of something with `state_dict`, or "values".
+        kind: what it is: "number", "generator", "state" of something with `state_dict`, "values", or "scheduler" for
+            one that the job has.
         type_name: of its class.
     """
 
-    digest: bytes
+    digest: str
     shown: str
     kind: str
     type_name: str
+
+
+def of_scheduler(scheduler: Any) -> Variable:
+    """Return what a scheduler that the job has counts and keeps."""
+    state = {k: v for k, v in scheduler.state_dict().items() if isinstance(v, int | float)}
+    kind = type(scheduler).__name__
+    best = f"best={state['best']:.6g}" if "best" in state else f"step {state.get('last_epoch')}"
+    return Variable(repr(sorted(state.items())), best, "scheduler", kind)
 
 
 class Variables:
@@ -135,14 +187,15 @@ class Variables:
                 continue
             if self._is_object(value):
                 if depth < _DEPTH:
-                    found |= self.read(vars(value), f"{prefix}{name}.", depth + 1)
+                    shared = {k: v for k, v in vars(type(value)).items() if _is_plain(v)}
+                    found |= self.read(shared | vars(value), f"{prefix}{name}.", depth + 1)
                 continue
             if (one := self._variable(value)) is not None:
                 found[prefix + name] = one
         return found
 
     def _is_object(self, value: Any) -> bool:
-        plain = not isinstance(value, type | torch.nn.Module) and not callable(value)
+        plain = not isinstance(value, type | torch.nn.Module | types.FunctionType)
         return (
             plain
             and hasattr(value, "__dict__")
@@ -152,7 +205,9 @@ class Variables:
 
     def _variable(self, value: Any) -> Variable | None:
         kind = "values"
-        if isinstance(value, bool | int | float | complex | str | np.generic):
+        if isinstance(value, torch.Tensor) and not value.dim() and value.requires_grad:
+            return None  # a loss
+        if isinstance(value, bool | int | float | complex | str | np.generic | itertools.count):
             kind = "number"
         elif isinstance(
             value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -168,14 +223,14 @@ class Variables:
         if not known:
             return None
         shown = repr(value) if kind == "number" else type(value).__name__
-        return Variable(digest.digest(), shown[:60], kind, type(value).__name__)
+        return Variable(digest.hexdigest(), shown[:60], kind, type(value).__name__)
 
     def _feed(self, value: Any, feed: Callable[[bytes], object], depth: int) -> bool:
         """Feed a digest with a value; return whether there is anything to compare."""
         if depth > _DEPTH:
             return False
         if value is None or isinstance(
-            value, bool | int | float | complex | str | bytes | np.generic
+            value, bool | int | float | complex | str | bytes | np.generic | itertools.count
         ):
             feed(f"{type(value).__name__}{value!r}".encode())
             return True
@@ -184,7 +239,7 @@ class Variables:
                 return False
             flat = value.detach().reshape(-1)
             feed(f"{tuple(value.shape)}".encode())
-            feed(digest_of_tensor(flat[:: 1 + flat.numel() // _LARGE]))
+            feed(digest_of_tensor(flat[:: 1 + flat.numel() // _LARGE]).encode())
             return True
         if isinstance(value, np.ndarray):
             feed(f"{value.dtype}{value.shape}".encode())
@@ -218,6 +273,10 @@ class Variables:
         feed(str(len(several)).encode())
         known = [self._feed(each, feed, depth + 1) for each in several]
         return all(known) or any(known)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | list | dict | set | deque | itertools.count)
 
 
 def _generator_state(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ from steepest.verification.comparing import (
     to_the_bit,
     whole_and_parts,
 )
+from steepest.verification.frames import is_users
 from steepest.verification.jobs import JobRuns
+from steepest.verification.probe import has_lost
 from steepest.verification.records import Run
 from steepest.verification.report import VerifiedRun, VerifyReport
 from steepest.verification.runs import Runs, runs_of
@@ -142,7 +145,8 @@ class _Verification:
             plain = self.runs.plain("the plain script")
             if plain.error:
                 yield VerifiedRun("the plain script", "failed", _short(plain.error))
-            yield VerifiedRun(name, "failed", _short(many.error), _where(many))
+            causes = (*explaining.of_decisions(many, self.sources), *_where(many))
+            yield VerifiedRun(name, "failed", _short(many.error), causes)
             return
         if not many.length:
             yield VerifiedRun(
@@ -169,6 +173,9 @@ class _Verification:
         yield from self._of_deaths(many)
         yield self._stopped(many)
         self.notes += [*self.told_of.values(), *explaining.of_files(many)]
+        self.notes += explaining.of_lengths(many)
+        if all(row.verdict != "NOT EQUAL" for row in self.found):
+            self.notes += explaining.of_decisions(many, self.sources)
 
     # -- a job with a model creator ------------------------------------------------------------
 
@@ -239,6 +246,9 @@ class _Verification:
         if one.error:
             yield VerifiedRun(name, "failed", _short(one.error))
             return
+        if has_lost(Path(one.folder)):
+            yield from self._of_unkept(name, one)
+            return
         plain = self.runs.plain("the plain script", one)
         if plain.error:
             yield VerifiedRun(name, "failed", f"the plain script ends with {_short(plain.error)}")
@@ -267,21 +277,46 @@ class _Verification:
             causes,
         )
 
+    def _of_unkept(self, name: str, one: Run) -> Iterator[VerifiedRun]:
+        """Compare one worker with itself, where its batches cannot be kept for the plain script."""
+        again = self.runs.job(
+            "one worker, again",
+            1,
+            batches=self.workers if one.facts and one.facts.batch_size else 1,
+        )
+        self._learn_noise(one, again)
+        itself = to_the_bit(one, again, self.noisy_reports).first
+        if again.error or itself is not None:
+            self.is_random = True
+            found = _short(again.error) if itself is None else f"to itself: {_of(itself)}"
+            yield VerifiedRun(name, "NOT EQUAL", found, (explaining.of_itself(one, again),))
+            return
+        told = (
+            "the loader's batches are of a class that cannot be kept, or more than 512 MB: the plain script, which "
+            "would read them, is not run"
+        )
+        yield VerifiedRun(
+            name, "equal", f"{one.length} steps; one worker, twice the same bits", (told,)
+        )
+
     def _learn_noise(self, one: Run, again: Run) -> None:
-        self.noisy_variables |= noisy_variables(one, again)
         self.noisy_reports |= noisy_reports(one, again)
 
     # -- several workers -----------------------------------------------------------------------
 
     def _of_several(self, name: str, one: Run, many: Run) -> VerifiedRun:
         compared = whole_and_parts(one, many, self.noisy_reports)
+        if compared.first is None and compared.buffers is not None:
+            told = explaining.of_buffers(compared.buffers, many)
+            return VerifiedRun(name, "as expected", _agreement(compared), (told,))
         if compared.first is None:
             return VerifiedRun(name, "equal", _agreement(compared))
         facts = many.facts
         expected = explaining.expected_causes(facts, (one, many))
         if facts is not None and not facts.has_loader:
             return self._without_loader(name, compared.first, one, many, expected)
-        if not expected or compared.first.what in ("settings", "steps"):
+        may_draw = bool(expected) or compared.each_once is False
+        if not may_draw or compared.first.what in ("settings", "steps"):
             return self._unlike(name, compared.first, one, many)
         calm_many = self.runs.job(
             f"{self.workers} workers, random numbers by sample", self.workers, aside=True
@@ -292,6 +327,11 @@ class _Verification:
         if calm_many.error or calm_one.error:
             return self._unlike(name, compared.first, one, many)
         calm = whole_and_parts(calm_one, calm_many, self.noisy_reports)
+        if not expected and calm.first is not None:
+            return self._unlike(name, compared.first, one, many)
+        expected = expected or [
+            "the data set draws random numbers (augmentation), other ones in each worker"
+        ]
         if calm.first is None:
             found = f"{_agreement(calm)}, when random numbers are drawn by sample"
             return VerifiedRun(name, "as expected", found, tuple(expected))
@@ -343,10 +383,12 @@ class _Verification:
 
     def _disturbed(self, name: str, many: Run, step: int, **how: Any) -> VerifiedRun:
         other = self.runs.job(name, self.workers, **how)
+        self.noisy_variables |= noisy_variables(many, other, step)
         if other.error:
             causes = explaining.of_death(
                 None, many, other, step, self.noisy_variables, self.sources
             )
+            causes += [c for c in explaining.of_decisions(many, self.sources) if c not in causes]
             found = f"it ends with {_short(other.error)}"
             return VerifiedRun(
                 name, "NOT EQUAL", found, tuple(causes) or _where(other), step, "error"
@@ -359,7 +401,13 @@ class _Verification:
             noted = explaining.of_counters(many, other, step, self.noisy_variables, self.sources)
             for variable, text in noted.items():
                 self.told_of.setdefault(variable, text)
-            return VerifiedRun(name, "equal", "bits")
+            missing = compared.missing
+            lacks = (
+                ""
+                if missing is None
+                else f"; row {missing} of the reports lacks a part of the killed worker's"
+            )
+            return VerifiedRun(name, "equal", "bits" + lacks)
         return _row(name, "NOT EQUAL", compared.first, _of(compared.first), told)
 
 
@@ -378,7 +426,10 @@ def _of(first: Difference) -> str:
         "losses": "the loss",
         "gradients": f"the gradient of {name}" if name else "the gradient",
         "steps": "the number of steps",
-        "gathered": "what is gathered",
+        "gathered": f"what is gathered at {name}",
+        "draws": "random draws",
+        "optimizer_state": f"the optimizer's {name}",
+        "buffers": f"the buffer {name}",
     }.get(first.what, f"{first.what} of {name}" if name else first.what)
     where = f"from step {first.step}: " if first.step else ""
     values = f", {first.here} there, {first.there} here" if first.here or first.there else ""
@@ -402,6 +453,11 @@ def _where(run: Run) -> tuple[str, ...]:
 
 
 def _short(error: str) -> str:
-    lines = [line for line in error.strip().splitlines() if line.strip()]
-    text = " ".join(line.strip() for line in lines)
-    return text if len(text) <= 700 else f"{text[:300]} ... {text[-380:]}"
+    """Return an error without its traceback, and where the user's program was."""
+    said, _, trace = error.partition("\nTraceback")
+    lines = [line.strip() for line in said.strip().splitlines() if line.strip()]
+    text = " ".join(lines)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    users = [f"{os.path.basename(file)}:{line}" for file, line in frames if is_users(file)]
+    where = f" ({users[-1]})" if users and users[-1] not in text else ""
+    return (text if len(text) <= 700 else f"{text[:300]} ... {text[-380:]}") + where

@@ -418,6 +418,7 @@ def cleared():
     weight.sum().backward()
     optimizer.zero_grad()
     return weight.grad is None
+optimizer.load_state_dict(optimizer.state_dict())
 assert cleared() and "torch._dynamo" not in sys.modules
 import torch._dynamo
 assert cleared() and cleared()

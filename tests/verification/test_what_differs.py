@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
+from steepest.loop.kept_values import finder, restored
 from steepest.verification import explaining
 from steepest.verification.comparing import Comparison, noisy_variables, to_the_bit, whole_and_parts
+from steepest.verification.frames import frames_of_user, scopes_of
 from steepest.verification.probe import WatchedFunction
-from steepest.verification.records import Run, read_lives
+from steepest.verification.records import EntryFile, Run, read_entries, read_lives
+from steepest.verification.summaries import Variable, Variables, gathered_value
 
 BATCH, WORKERS = 8, 2
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
@@ -181,7 +188,7 @@ def test_a_run_is_equal_to_itself_to_the_bit_and_a_rate_by_a_counter_is_not(tmp_
 def test_variables_that_no_two_runs_have_in_common_are_left_out(tmp_path: Path) -> None:
     ticks = itertools.count()
     runs = [run(tmp_path, [script((X, Y), clock=lambda: next(ticks))]) for _ in range(2)]
-    assert noisy_variables(*runs) == {"train:began"}
+    assert {name.split(":")[1] for name in noisy_variables(*runs)} == {"began", "ticks"}
 
 
 def test_what_an_optimizer_steps_by_is_of_its_own_parameters(tmp_path: Path) -> None:
@@ -225,3 +232,180 @@ def test_numbers_drawn_by_sample_are_those_of_the_whole_batch(tmp_path: Path) ->
     several = run(tmp_path, parts(loss=noisy, model=normed, **STILL), aside=True)
     assert whole_and_parts(mean, several).first is None
     assert torch.nn.functional.dropout(torch.ones(9), 1.0).sum() == 0  # all is as it was
+
+
+def test_records_are_read_back_without_what_a_killed_process_has_not_written_whole(
+    tmp_path: Path,
+) -> None:
+    batch = Pair(torch.arange(3), [float("nan"), 2**70, b"x", {"k": np.ones(2, np.float32)}])
+    file = EntryFile(tmp_path / "entries")
+    for each in (batch, random.Random(3).getstate()):
+        file.append("one", each)
+    file.close()
+    kept = (tmp_path / "entries").read_bytes()
+    (tmp_path / "entries").write_bytes(kept + kept[:100])
+    (_, pair), (_, state) = read_entries(tmp_path / "entries")
+    found = restored(pair, None, "", finder(cross_entropy))
+    assert type(found) is Pair
+    assert found.x.tolist() == [0, 1, 2]
+    assert repr(found.more) == repr(batch.more)
+    assert restored(state, None, "", finder(cross_entropy)) == random.Random(3).getstate()
+    assert pickle_opcodes_of(kept) == 0
+
+
+class Pair:
+    """A batch of a user's own class."""
+
+    def __init__(self, x: torch.Tensor, more: list[Any]) -> None:
+        self.x, self.more = x, more
+
+
+def pickle_opcodes_of(content: bytes) -> int:
+    """How often the beginning of a pickle is in bytes."""
+    return content.count(b"\x80\x04\x95") + content.count(b"\x80\x05\x95")
+
+
+def test_an_optimizers_state_is_compared_by_key_and_name(tmp_path: Path) -> None:
+    base, other = (run(tmp_path, [script((X, Y))]) for _ in range(2))
+    steps = base.steps_of(0)
+    assert sorted(steps[3].optimizer_state) == [
+        f"{key} of {name}"
+        for key in ("exp_avg", "exp_avg_sq", "step")
+        for name in ("bias", "weight")
+    ]
+    state = other.steps_of(0)[3].optimizer_state
+    changed = state["exp_avg_sq of weight"]
+    state["exp_avg_sq of weight"] = replace(changed, values=changed.values * 1.1, digest="other")
+    for found in (to_the_bit(base, other).first, whole_and_parts(base, other).first):
+        assert found is not None
+        assert (found.step, found.what, found.name) == (
+            3,
+            "optimizer_state",
+            "exp_avg_sq of weight",
+        )
+
+
+class Counting(nn.Module):
+    """Keeps the sum of the first column that it has seen, which changes no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen += x[:, 0].abs().sum()
+        return self.linear(x)
+
+
+def test_a_buffer_that_changes_no_update_is_named_beside_what_is_equal(tmp_path: Path) -> None:
+    found, _, several = compared(tmp_path, model=Counting)
+    assert found.first is None
+    assert found.buffers is not None
+    assert (found.buffers.step, found.buffers.name) == (1, "0.seen")
+    assert '{"seen": "mean"}' in explaining.of_buffers(found.buffers, several)
+
+
+def test_draws_and_gathered_values_are_compared(tmp_path: Path) -> None:
+    base, other = (run(tmp_path, [script((X, Y))]) for _ in range(2))
+    own = other.steps_of(0)[2]
+    own.drawn = "others"
+    found = to_the_bit(base, other).first
+    assert found is not None
+    assert (found.step, found.what) == (2, "draws")
+    values = [
+        gathered_value((torch.tensor(v), 1), str(v), "t.py:7") for v in ([2.0, 1.0], [1.0, 2.5])
+    ]
+    base.steps_of(0)[1].gathered, other.steps_of(0)[1].gathered = ([each] for each in values)
+    for found in (to_the_bit(base, other).first, whole_and_parts(base, other).first):
+        assert found is not None
+        assert (found.step, found.what, found.name) == (1, "gathered", "t.py:7")
+    other.steps_of(0)[1].gathered = values
+    found = whole_and_parts(base, other).first
+    assert found is not None
+    assert (found.here, found.there) == ("1 calls", "2 calls")
+
+
+COUNTERS = """
+import functools, itertools
+import helper
+TOTAL = 0
+def by_global():
+    global TOTAL
+    TOTAL += 1
+def warmup():
+    done = 0
+    def warm():
+        nonlocal done
+        done += 1
+    return warm
+class Stop:
+    calls = 0
+    def __init__(self):
+        self.bad = 0
+    def __call__(self, loss):
+        self.bad += loss > 1
+        return self.bad > 3
+def rates(begin):
+    number = begin
+    while True:
+        yield number
+        number += 1
+def cached(x, seen=[]):
+    seen.append(x)
+def train(look):
+    warm, stop, following, ticks = warmup(), Stop(), rates(7), itertools.count(5)
+    next(following)
+    partly = functools.partial(cached, 2)
+    by_global()
+    look()
+"""
+
+
+def test_counters_are_found_wherever_a_script_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("tau = 0.5\n")
+    (tmp_path / "counters.py").write_text(COUNTERS)
+    helper = types.ModuleType("helper")
+    helper.__file__, helper.tau = str(tmp_path / "helper.py"), 0.5  # type: ignore[attr-defined]
+    space: dict[str, Any] = {"__name__": "counters"}
+    found: dict[str, Any] = {}
+
+    def look() -> None:
+        frames = [f for f in frames_of_user() if f.f_code.co_filename.startswith(str(tmp_path))]
+        read = Variables(lambda value: False, is_own).read
+        within = lambda value: vars(value) if is_own(type(value)) else {}  # noqa: E731
+        for scope in scopes_of(frames, within):
+            found.update({f"{scope.name}:{k}": v.shown for k, v in read(scope.variables).items()})
+
+    def is_own(kind: type) -> bool:
+        return kind.__module__ == "counters"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "helper", helper)
+        exec(compile(COUNTERS, str(tmp_path / "counters.py"), "exec"), space)
+        space["train"](look)
+    counters = {
+        "<counters.py>:TOTAL": "1",
+        "warm:done": "0",
+        "train:stop.bad": "0",
+        "train:stop.calls": "0",
+        "rates:number": "7",
+        "cached:seen": "list",
+        "train:ticks": "count(5)",
+    }
+    assert counters.items() <= found.items()
+
+
+def test_what_is_decided_by_what_one_worker_finds_is_named_with_its_line(tmp_path: Path) -> None:
+    text = "best = 9.0\nif loss < best or rank() == 0:\n    save()\nwhile worst > 3:\n    pass\n"
+    base, other = (run(tmp_path, [script((X, Y))]) for _ in range(2))
+    for at, each in enumerate((base, other)):
+        step = each.steps_of(0)[4]
+        shown = {"best": "1.5", "worst": "0" * (1 + at)}
+        step.variables = {f"train:{n}": Variable(v, v, "number", "float") for n, v in shown.items()}
+        step.lines = {"train": "t.py:1"}
+    both = Run("", [*base.lives, *(replace(life, worker=1) for life in other.lives)])
+    (said,) = explaining.of_decisions(both, {"t.py": text})
+    assert said.startswith(
+        "t.py:4 decides by `worst`, which is 0 on worker 0, 00 on worker 1 behind step 3"
+    )

@@ -43,11 +43,11 @@ def without_compiler() -> Iterator[None]:
 
 
 def spare_compiler() -> None:
-    """From now on, keep the making of optimizers, and `zero_grad`, from importing torch's compiler.
+    """From now on, keep optimizers from importing torch's compiler where they are made, cleared, saved or loaded.
 
     Where it is imported for something else, nothing is different.
     """
-    for name in (_NAME, "zero_grad"):
+    for name in (_NAME, "zero_grad", "state_dict", "load_state_dict"):
         plain: Any = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
         if plain is not None and "torch._dynamo" not in sys.modules:
             vars(plain).setdefault(_DISABLED, _until_imported(plain))
