@@ -34,6 +34,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--tables", action="store_true", help="compare rows of embedding tables at the end, too"
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="draw random numbers by sample, those of dropout too: the same however batches are divided",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the result as JSON, and nothing else"
     )
     parser.add_argument("--no-progress", action="store_true", help="no line that says what runs")
@@ -60,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
         strategy=options.strategy,
         deaths=options.deaths,
         seed=options.seed,
+        tables=options.tables,
+        deterministic=options.deterministic,
         told=told,
     )
     sys.stdout.write(f"{report.as_json() if options.json else report}\n")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from steepest.verification.records import Run, StepRecord
 from steepest.verification.summaries import TensorSummary
@@ -32,7 +33,7 @@ class Difference:
     Attributes:
         step: the number of the step, from 1; 0 for none.
         what: "samples", "settings", "losses", "gradients", "weights", "optimizer_state", "buffers", "gathered",
-            "draws", "reports" or "steps".
+            "draws", "rows", "reports" or "steps".
         name: of the tensor, the setting or the report.
         here, there: the value in the first run, and in the second.
         size: how far, as a part of what is compared; NaN where it is no number.
@@ -128,6 +129,8 @@ def whole_and_parts(
         return Comparison(different, each_once=each_once)
     limit = max(_OF_REPORTS, _ROUNDING[precision])
     first = _reports(whole.reports, parts.reports, limit, frozenset(noisy))
+    if whole.tables and parts.tables:
+        first = first or tables_apart(whole, parts, 10 * tolerance(precision, whole.length))
     return Comparison(first, False, distances, each_once, buffers)
 
 
@@ -135,6 +138,7 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
     """Compare two runs of the same workers, each worker's steps with its own, to the bit."""
     left_out = frozenset(noisy)
     distances = {"weights": 0.0}
+    buffers: Difference | None = None
     steps = {w: (base.steps_of(w), other.steps_of(w)) for w in base.workers}
     for step in range(1, max(base.length, other.length) + 1):
         for causes, worker in itertools.product((True, False), base.workers):
@@ -144,17 +148,17 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
                     here, there = (f"{run.length_of(worker)} steps" for run in (base, other))
                     return Comparison(Difference(step, "steps", "", here, there, worker=worker))
                 continue
+            buffers = buffers or _same_tensors(own, its, worker, "buffers")
             compare = _same_causes if causes else _same_results
             if (differs := compare(own, its, worker)) is not None:
-                return Comparison(differs)
+                return Comparison(differs, buffers=buffers)
     rows = other.missing_reports()
     pairs = enumerate(zip(base.reports, other.reports, strict=False))
     missing = [n for n, (a, b) in pairs if n in rows and _reports([a], [b], 0.0, left_out)]
     found = [base.reports[n] if n in missing else row for n, row in enumerate(other.reports)]
-    first = _reports(base.reports, found, 0.0, left_out)
-    return Comparison(
-        first, first is None, distances, True, missing=missing[0] if missing else None
-    )
+    first = _reports(base.reports, found, 0.0, left_out) or tables_apart(base, other, 0.0)
+    row = missing[0] if missing else None
+    return Comparison(first, first is None, distances, True, buffers, row)
 
 
 def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | None:
@@ -188,7 +192,7 @@ def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | 
 
 
 def _same_results(own: StepRecord, its: StepRecord, worker: int) -> Difference | None:
-    for what in ("weights", "optimizer_state", "buffers"):
+    for what in ("weights", "optimizer_state"):
         if (found := _same_tensors(own, its, worker, what)) is not None:
             return found
     for here, there in itertools.zip_longest(own.gathered, its.gathered):
@@ -201,8 +205,6 @@ def _same_results(own: StepRecord, its: StepRecord, worker: int) -> Difference |
 
 def _same_tensors(own: StepRecord, its: StepRecord, worker: int, what: str) -> Difference | None:
     mine, yours = getattr(own, what), getattr(its, what)
-    if what == "optimizer_state" and not (mine and yours):  # one was stopped before it was read
-        return None
     for name in mine:
         if name not in yours or mine[name].digest != yours[name].digest:
             size = _apart(mine[name].values, yours[name].values) if name in yours else math.nan
@@ -481,6 +483,23 @@ def _reports(
             )
     if len(here) != len(there):
         return Difference(0, "reports", "", f"{len(here)} reports", f"{len(there)} reports")
+    return None
+
+
+def tables_apart(one: Run, other: Run, limit: float) -> Difference | None:
+    """Return a row of an embedding table that differs at the end by more than a limit, as a part of the largest."""
+    for name in sorted(one.tables.keys() | other.tables.keys()):
+        (ids, rows), (others, its) = (
+            run.tables.get(name, (torch.zeros(0), torch.zeros(0))) for run in (one, other)
+        )
+        if not torch.equal(ids, others):
+            lacking = sorted({*ids.tolist()} ^ {*others.tolist()})
+            return Difference(0, "rows", f"{name!r}, id {lacking[0]}")
+        apart = (rows - its).abs().amax(1) if rows.numel() else torch.zeros(0)
+        apart = apart / max(float(rows.abs().max()) if rows.numel() else 0.0, 1e-12)
+        if (apart > limit).any():
+            at = int(apart.argmax())
+            return Difference(0, "rows", f"{name!r}, id {int(ids[at])}", size=float(apart[at]))
     return None
 
 

@@ -1,8 +1,7 @@
 """What makes a batch's result more than a mean over its samples, put aside: to see whether anything else does.
 
-Random numbers are drawn by sample, so that a sample gets the same ones in whatever batch it is; dropout drops
-nothing; batch
-normalization takes its running statistics.
+Random numbers are drawn by sample, so that a sample gets the same ones in whatever batch it is. Dropout drops nothing,
+and batch normalization takes its running statistics; or dropout is drawn by sample too, and batch normalization stays.
 """
 
 from __future__ import annotations
@@ -67,16 +66,27 @@ class Draws:
 
 
 @contextlib.contextmanager
-def put_aside(draws: Draws) -> Iterator[None]:
-    """Have random numbers be drawn by sample, and nothing depend on the other samples of a batch, in this context."""
+def put_aside(draws: Draws, *, drops: bool = False) -> Iterator[None]:
+    """Have random numbers be drawn by sample, and nothing depend on the other samples of a batch, in this context.
+
+    Args:
+        draws: what is drawn.
+        drops: whether dropout drops, by sample, and batch normalization is as it is. What torch drops in kernels of its
+            own, in attention and between layers of recurrent modules, is not dropped in any case.
+    """
     with contextlib.ExitStack() as whole:
         put = functools.partial(_put, whole)
         for name in _DROPOUTS:
-            put(F, name, lambda input, *_, **__: input)
-        put(torch, "dropout", lambda input, *_, **__: input)
+            put(F, name, _dropping(name, draws) if drops else lambda input, *_, **__: input)
+        put(
+            torch,
+            "dropout",
+            _dropping("dropout", draws) if drops else lambda input, *_, **__: input,
+        )
         attention = F.scaled_dot_product_attention
         put(F, "scaled_dot_product_attention", _without_dropout(attention))
-        put(F, "batch_norm", _by_running_statistics(F.batch_norm))
+        if not drops:
+            put(F, "batch_norm", _by_running_statistics(F.batch_norm))
         for name in _SHAPED:
             put(torch, name, _shaped(getattr(torch, name), draws))
         for name, shaped in _LIKE.items():
@@ -93,6 +103,30 @@ def put_aside(draws: Draws) -> Iterator[None]:
 def _put(whole: contextlib.ExitStack, where: Any, name: str, found: Any) -> None:
     whole.callback(setattr, where, name, getattr(where, name))
     setattr(where, name, found)
+
+
+def _dropping(name: str, draws: Draws) -> Callable[..., Any]:
+    """Return one of torch's dropouts, drawn by sample."""
+    original = getattr(F, name)
+
+    def call(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        several = draws.generators(tuple(input.shape)) if training and p > 0 else None
+        if several is None:
+            found: torch.Tensor = original(input, p, training, inplace)
+            return found
+        kept, before = [], states()
+        try:
+            for row, generator in zip(torch.split(input, 1), several, strict=True):
+                torch.default_generator.manual_seed(generator.initial_seed())
+                kept.append(original(row, p, training))
+        finally:
+            restore(before)
+        dropped = torch.cat(kept)
+        return input.copy_(dropped) if inplace else dropped
+
+    return call
 
 
 def _without_dropout(attention: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,6 +52,7 @@ def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
         "steps": _lengths,
         "reports": _reports,
         "gathered": _gathered,
+        "rows": _rows,
     }.get(found.what)
     if explain is not None:
         return explain(found, whole, parts, workers)
@@ -366,12 +367,27 @@ def _gathered(found: Difference, whole: Run, parts: Run, workers: int) -> list[s
     ]
 
 
+def _rows(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    return [
+        "all losses and dense weights are equal: rows with a rate, a filter or a lifetime of their own that counts "
+        "batches of workers, or which no batch of these steps has read again"
+    ]
+
+
 def of_buffers(found: Difference, parts: Run) -> str:
     """Return what there is to say of a buffer that is another one, where all else is equal."""
     return (
         f"the buffer {found.name} is made of each worker's own part of the batch (from step {found.step}): result."
         "state_dict has the mean of running statistics, and worker 0's of others; steepest.prepare(..., buffers="
         f'{{"{found.name.split(".", 1)[-1]}": "mean"}}) says what stands for all'
+    )
+
+
+def of_buffers_of_successor(found: Difference) -> str:
+    """Return what there is to say of a buffer that a successor has otherwise."""
+    return (
+        f"the buffer {found.name.split('.', 1)[-1]}, which forward passes change, is each worker's own: a successor "
+        "begins with that of the others"
     )
 
 

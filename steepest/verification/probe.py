@@ -66,6 +66,7 @@ class WatchedFunction:
         folder: of the records.
         steps: after which it leaves its loop.
         aside: whether what makes a batch's result more than a mean over its samples is put aside.
+        by_sample: whether random numbers are drawn by sample, those of dropout too.
         kills: pairs of a worker and the step in which it is killed, once, between `backward` and the step.
         batches: how many of the script's batches are one of the training loader's.
         keeps_batches: whether to keep what the training loader gives, for the plain script.
@@ -76,6 +77,7 @@ class WatchedFunction:
     folder: str
     steps: int
     aside: bool = False
+    by_sample: bool = False
     kills: tuple[tuple[int, int], ...] = ()
     batches: int = 1
     keeps_batches: bool = False
@@ -151,13 +153,13 @@ class _Probe:
             with contextlib.ExitStack() as whole:
                 whole.enter_context(calls.told(self))
                 whole.enter_context(self._watching())
-                if self._watched.aside:
-                    whole.enter_context(put_aside(self._draws))
-                self._watched.function()
+                if self._watched.aside or self._watched.by_sample:
+                    drops = not self._watched.aside
+                    whole.enter_context(put_aside(self._draws, drops=drops))
+                self._train()
         except SystemExit as stopped:
-            if stopped.code not in (None, 0):
-                error = f"SystemExit: {stopped.code}"
-                raise
+            error = f"SystemExit: {stopped.code}"
+            raise
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
             raise
@@ -167,6 +169,18 @@ class _Probe:
             self._file.close()
             if self._keeper is not None:
                 self._keeper.close()
+
+    def _train(self) -> None:
+        """Call the function, and note what optimizers keep at its end."""
+        try:
+            self._watched.function()
+        except SystemExit as stopped:
+            if stopped.code not in (None, 0):
+                raise
+        if self._done and self._rank == 0:
+            names = {id(value): name for name, value in self._named.items()}
+            states = (state_of(each, names) for each in self._optimizers)
+            self._file.append("optimizer_state", dict(part for s in states for part in s.items()))
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -236,7 +250,7 @@ class _Probe:
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-        if self._watched.aside:
+        if self._watched.aside or self._watched.by_sample:
             for module in (part for each in self._modules for part in each.modules()):
                 if isinstance(module, torch.nn.RNNBase):
                     module.dropout = 0.0
@@ -478,10 +492,6 @@ class _Probe:
         now = time.perf_counter()
         step.seconds, self._since = now - self._since, now
         self._file.append("step", step)
-        if self._rank == 0:  # it is read elsewhere: the program may be stopped meanwhile
-            names = {id(value): name for name, value in self._named.items()}
-            state = state_of(self._optimizers[step.optimizer], names)
-            self._file.append("optimizer_state", state)
         self._begin_batches()
         self._go_on_as("step")
         self._generators = _digest_of_generators()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,8 +38,7 @@ class StepRecord:
         gathered: since the step before.
         drawn: a digest of the random generators at the step.
         sums: whether losses add up the samples of their batch, and gradients those of the workers.
-        optimizer_state: what the optimizer keeps behind the step, see `state_of`; of worker 0 alone, and none where
-            the program was stopped there.
+        optimizer_state: what optimizers keep, see `state_of`; of worker 0, behind its last step alone.
     """
 
     step: int
@@ -177,7 +176,8 @@ def _read(path: Path) -> FunctionLife:
         elif kind == "step":
             life.steps.append(value)
         elif kind == "optimizer_state":
-            life.steps[-1].optimizer_state = value
+            if life.steps:
+                life.steps[-1].optimizer_state = value
         elif kind == "tried":
             life.tried = value
         elif kind == "report":
@@ -200,6 +200,7 @@ class Run:
         error: with which it ended; "" for none.
         folder: where the records are.
         killed: pairs of a worker and the step in which it was killed.
+        tables: the ids and rows of embedding tables at the end, by name, where they were read.
     """
 
     what: str
@@ -208,6 +209,7 @@ class Run:
     error: str = ""
     folder: str = ""
     killed: Sequence[tuple[int, int]] = ()
+    tables: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def steps_of(self, worker: int) -> dict[int, StepRecord]:
         """Return a worker's steps by number; of one that was taken in several lives the last."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import DeadlineConfig, FailureConfig, RunConfig
 from steepest.errors import RemoteTraceback, SteepestError
@@ -30,6 +32,27 @@ _LEAST_DEADLINE = 120.0
 
 class StoppedError(Exception):
     """Stops a run from within."""
+
+
+class _ReadsTables(Callback):
+    """Reads the rows of all embedding tables at the end.
+
+    Attributes:
+        found: the ids and rows of each table.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on_fit_end(self, sgd: Any) -> None:
+        """Read them."""
+        for name in sgd.for_model(_names_of_tables):
+            table = sgd.export_table(name)
+            self.found[name] = (table.ids, table.values)
+
+
+def _names_of_tables(model: Any) -> list[str]:
+    return [table.name for table in model.tables]
 
 
 class _Stops(Callback):
@@ -54,6 +77,8 @@ class Runs:
         strategy, seed: as of `steepest.run`.
         folder: where they lie.
         tell: called with what runs now.
+        by_sample: whether all runs draw random numbers by sample.
+        tables: whether rows of embedding tables are read at the end of each run.
         deadline: seconds that a step may last.
     """
 
@@ -63,6 +88,8 @@ class Runs:
     seed: int
     folder: Path
     tell: Callable[[str], object]
+    by_sample: bool = False
+    tables: bool = False
     deadline: float = _LEAST_DEADLINE
     _count: int = 0
 
@@ -76,7 +103,9 @@ class Runs:
         self.tell(what)
         folder = self.folder / str(self._count)
         folder.mkdir()
-        return WatchedFunction(self.function, str(folder), self.steps, **more)
+        return WatchedFunction(
+            self.function, str(folder), self.steps, by_sample=self.by_sample, **more
+        )
 
     def plain(self, what: str, feed: Run | None = None, aside: bool = False) -> Run:
         """Run the plain script, with the batches that a run of one worker had."""
@@ -113,7 +142,9 @@ class Runs:
             more: of `WatchedFunction`.
         """
         watched = self._watched(what, **more)
-        chosen: dict[str, Any] = {"callbacks": []}
+        rows = _ReadsTables()
+        reads: list[Callback] = [rows] if self.tables else []
+        chosen: dict[str, Any] = {"callbacks": reads}
         if stops_at is not None:
             chosen["checkpoints"] = Checkpoints(Path(watched.folder) / "checkpoints", every=1)
             chosen["callbacks"] = [_Stops(stops_at)]
@@ -122,13 +153,13 @@ class Runs:
             with contextlib.suppress(StoppedError):
                 found.reports = self._run(watched, workers, chosen)
             if stops_at is not None:
-                chosen["callbacks"] = []
+                chosen["callbacks"] = reads
                 found.reports = self._run(watched, workers, chosen)
         except SteepestError as error:
             cause = error.__cause__
             more_text = f"\n{cause.text.rstrip()}" if isinstance(cause, RemoteTraceback) else ""
             found.error = f"{type(error).__name__}: {error}{more_text}"
-        found.lives = read_lives(Path(watched.folder))
+        found.lives, found.tables = read_lives(Path(watched.folder)), rows.found
         return found
 
     def _run(
@@ -150,7 +181,7 @@ class Runs:
 
 @contextlib.contextmanager
 def runs_of(
-    function: Callable[[], Any], steps: int, strategy: Any, seed: int, tell: Callable[[str], object]
+    function: Callable[[], Any], steps: int, strategy: Any, seed: int, **chosen: Any
 ) -> Iterator[Runs]:
     """Make runs in this context: their processes share one start, and what they have noted goes with them."""
     log = logging.getLogger("steepest")
@@ -159,7 +190,7 @@ def runs_of(
     folder = Path(tempfile.mkdtemp(prefix="steepest-verify-"))
     holder = hold("steepest verify", "processes")
     try:
-        yield Runs(function, steps, strategy, seed, folder, tell)
+        yield Runs(function, steps, strategy, seed, folder, **chosen)
     finally:
         let_go(holder)
         log.setLevel(level)

@@ -190,7 +190,10 @@ WRONG = {
 def test_correct_loops_are_equal(tmp_path: Path, name: str) -> None:
     found = verified(tmp_path, CORRECT[name])
     found.assert_equal()
-    assert [row.verdict for row in found.rows[2:]] == ["equal"] * 3
+    killed = (
+        "as expected" if "normalization" in name else "equal"
+    )  # each worker's running statistics
+    assert [row.verdict for row in found.rows[2:]] == [killed, killed, "equal"]
     expects = "noise" in name or "dropout" in name
     assert found.rows[1].verdict == ("as expected" if expects else "equal")
 

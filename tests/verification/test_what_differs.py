@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import steepest
 from steepest.loop.kept_values import finder, restored
 from steepest.verification import explaining
-from steepest.verification.comparing import Comparison, noisy_variables, to_the_bit, whole_and_parts
+from steepest.verification.comparing import (
+    Comparison,
+    noisy_variables,
+    tables_apart,
+    to_the_bit,
+    whole_and_parts,
+)
+from steepest.verification.drawing import Draws, put_aside
 from steepest.verification.frames import frames_of_user, scopes_of
 from steepest.verification.probe import WatchedFunction
 from steepest.verification.records import EntryFile, Run, read_entries, read_lives
@@ -268,18 +275,19 @@ def pickle_opcodes_of(content: bytes) -> int:
 def test_an_optimizers_state_is_compared_by_key_and_name(tmp_path: Path) -> None:
     base, other = (run(tmp_path, [script((X, Y))]) for _ in range(2))
     steps = base.steps_of(0)
-    assert sorted(steps[3].optimizer_state) == [
+    assert [bool(steps[n].optimizer_state) for n in range(1, 7)] == [False] * 5 + [True]
+    assert sorted(steps[6].optimizer_state) == [
         f"{key} of {name}"
         for key in ("exp_avg", "exp_avg_sq", "step")
         for name in ("bias", "weight")
     ]
-    state = other.steps_of(0)[3].optimizer_state
+    state = other.steps_of(0)[6].optimizer_state
     changed = state["exp_avg_sq of weight"]
     state["exp_avg_sq of weight"] = replace(changed, values=changed.values * 1.1, digest="other")
     for found in (to_the_bit(base, other).first, whole_and_parts(base, other).first):
         assert found is not None
         assert (found.step, found.what, found.name) == (
-            3,
+            6,
             "optimizer_state",
             "exp_avg_sq of weight",
         )
@@ -409,3 +417,34 @@ def test_what_is_decided_by_what_one_worker_finds_is_named_with_its_line(tmp_pat
     assert said.startswith(
         "t.py:4 decides by `worst`, which is 0 on worker 0, 00 on worker 1 behind step 3"
     )
+
+
+def test_dropout_by_sample_is_that_of_the_whole_batch_and_of_its_rate(tmp_path: Path) -> None:
+    def dropping(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model, nn.functional.dropout(x, 0.5) + torch.rand(len(x), 4), y)
+
+    mean = run(tmp_path, [script((X, Y), dropping, **STILL)], by_sample=True)
+    several = run(tmp_path, parts(loss=dropping, **STILL), by_sample=True)
+    assert whole_and_parts(mean, several).first is None
+    draws = Draws()
+    draws.begin_batch(list(range(400)))
+    with put_aside(draws, drops=True):
+        first, second = (nn.functional.dropout(torch.ones(400, 4), 0.25) for _ in range(2))
+    assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert 0.2 < float((first == 0).float().mean()) < 0.3
+    assert not torch.equal(first, second)
+
+
+def test_rows_of_tables_are_compared_by_their_ids() -> None:
+    ids, rows = torch.tensor([2, 5, 9]), torch.ones(3, 4)
+    other = rows.clone()
+    other[1, 2] += 1e-6
+    runs = [Run("", [], tables={"users": (ids, each)}) for each in (rows, other)]
+    assert tables_apart(*runs, limit=1e-5) is None
+    found = tables_apart(*runs, limit=0.0)
+    assert found is not None
+    assert (found.what, found.name) == ("rows", "'users', id 5")
+    fewer = Run("", [], tables={"users": (ids[:2], rows[:2])})
+    found = tables_apart(runs[0], fewer, limit=1e-5)
+    assert found is not None
+    assert found.name == "'users', id 9"
