@@ -130,7 +130,7 @@ def _served_rows(name: str, saved: Checkpoint) -> _SavedRows | None:
     parts = [shards[table.group * each + at] for at in range(each)]
     found = []
     for state in map(state_of_arrays, parts):
-        mine = state.tables == table.number  # those kept after their eviction, too
+        mine = state.tables == table.number
         found.append((state.ids[mine], state.values[mine], state.slots[mine]))
     ids, values, slots = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return _SavedRows(

@@ -251,9 +251,8 @@ class Stats:
         events: deaths, departures, returns and joins of processes, and what each cost, oldest
             first.
         tables: by embedding table, its number of "rows", and since its rows last moved to other
-            processes how many ids were "admitted", and how many of them "came_back" to rows that were
-            kept; how many gradients were "refused" because an id was not, "refused_full" because a table
-            had no room, or "ignored" because it is frozen; and how many rows were
+            processes how many ids were "admitted"; how many gradients were "refused" because an id was not,
+            "refused_full" because a table had no room, or "ignored" because it is frozen; and how many rows were
             evicted: "evicted_full", "evicted_age", "evicted_norm", "evicted_ttl".
             Of one with rows on disk, also how many were "looked_up", how many of them "read_from_disk", and the
             "bytes_on_disk".

@@ -32,7 +32,7 @@ class TableForecast:
     Attributes:
         sample: of its ids.
         look_ups: of ids in the whole data, one epoch of it.
-        rows: distinct ids of the whole data; no more than the table has and keeps, by its capacity, `keep_evicted` and
+        rows: distinct ids of the whole data; no more than the table has, by its capacity and
             `num_embeddings`.
         bytes: of a row.
     """
@@ -261,7 +261,7 @@ def of_samples(
 def _forecast(part: IdSample, times: float) -> TableForecast:
     rows, table = distinct_ids(part.counts, times), part.table
     if table.capacity is not None:
-        rows = rows.at_most(table.capacity + (table.keep_evicted or 0))
+        rows = rows.at_most(table.capacity)
     if table.num_embeddings is not None:
         rows = rows.at_most(table.num_embeddings)
     look_ups = round(int(part.counts.sum()) * times)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces on their way to processes
 #: The arrays of a state that have an item for each row.
-_OF_ROWS = ("tables", "ids", "values", "slots", "written", "sightings", "until", "scores", "kept")
+_OF_ROWS = ("tables", "ids", "values", "slots", "written", "sightings", "until", "scores")
 
 
 class RestoredRows:

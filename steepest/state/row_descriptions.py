@@ -71,9 +71,6 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
             one = int(at[0])
             values, slots = torch.tensor(rows.values[one]), torch.tensor(rows.slots[one])
             known = int(rows.sightings[one]), int(rows.written[one])
-            if rows.kept[one]:
-                found.append(RowDescription(each, False, values, slots, known[0], None, version))
-                continue
             found.append(RowDescription(each, True, values, slots, *known, version))
             continue
         counted = rows.counted[(rows.counted_ids == each) & (rows.counted_tables == number)]

@@ -28,7 +28,6 @@ class Blocks:
         until: when each row's life ends, uint32 seconds since the epoch, 0 where it is not known; None where rows
             stay.
         scores: by which a full table evicts, see `steepest.tables.scores`; None where none does.
-        kept: the version at which each row was evicted, 0 where it was not; None where no evicted row is kept.
     """
 
     def __init__(
@@ -39,12 +38,10 @@ class Blocks:
         *,
         ends: bool = False,
         scored: bool = False,
-        keeps: bool = False,
         disk: tuple[str, int] | None = None,
     ) -> None:
         """Reserve room for rows of a format; `salts`: of the tables, which decide how rows are rounded."""
-        # ends: whether rows have a time to live; scored: whether they have scores; keeps: whether
-        # evicted rows are kept;
+        # ends: whether rows have a time to live; scored: whether they have scores;
         # disk: a directory, and the rows that are to be in memory; None for all.
         # most: rows that there will be at most; without it, what the machine's memory holds.
         room = physical_bytes() // (form.row_bytes if disk is None else _KNOWN_BYTES)
@@ -63,10 +60,6 @@ class Blocks:
         if scored:
             self._known.append(Reserved(most, np.int64))
             self.scores = self._known[-1].array
-        self.kept: Int64s | None = None
-        if keeps:
-            self._known.append(Reserved(most, np.int64))
-            self.kept = self._known[-1].array
         self._free = Reserved(most, np.int32)
         self._several = len(salts) > 1
         # rows for which there is room without a look: none where it depends on a disk
@@ -105,10 +98,6 @@ class Blocks:
         with contextlib.suppress(ResourcesError):  # pushes of others may be applied before this one
             self.store.memory.require(len(self) + _AHEAD * count)
         return True
-
-    def without_kept(self, numbers: Int32s) -> Int32s:
-        """Return those of some rows that were not evicted."""
-        return numbers if self.kept is None else numbers[self.kept[numbers] == 0]
 
     def allocate(self, tables: Int32s, ids: Int64s) -> Int32s:
         """Return row numbers for ids: those freed last, then fresh ones; all else is the caller's to set."""

@@ -32,7 +32,6 @@ def _compile(tables: tuple[Table, ...]) -> None:
                 table,
                 capacity=None,
                 eviction=None,
-                keep_evicted=None,
                 directory=None,
                 memory_rows=None,
                 memory_bytes=None,
@@ -62,7 +61,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
 def _compile_eviction(table: Table) -> None:
     """Let a full table evict a row."""
     if table.eviction is not None:
-        plain = replace(table, admission=None, keep_evicted=None, capacity=1)
+        plain = replace(table, admission=None, capacity=1)
         shard = TableShard([replace(plain, directory=None, memory_rows=None, memory_bytes=None)])
         for version in (1, 2):
             gradient = np.ones((1, table.dim), shard.dtype)

@@ -16,13 +16,13 @@ _MOST_LOOKED_AT = 1 << 20  # rows in a call of `take`, few of which may be wante
 
 @kernel
 def _to_keep(
-    numbers: Int32s, written: Int64s, begin: int, end: int, after: int, version: int, kept: Int32s
+    numbers: Int32s, written: Int64s, begin: int, end: int, after: int, version: int, found: Int32s
 ) -> int:
     """Write those of some rows from `begin` to `end` - 1 that belong to a cut; return how many they are."""
     count = 0
     for number in numbers:
         if begin <= number < end and after < written[number] <= version:
-            kept[count] = number
+            found[count] = number
             count += 1
     return count
 
@@ -38,7 +38,7 @@ class RowCut:
         blocks: the rows.
         version: of the last push.
         since: only rows that were written after this version; None for all.
-        table: only rows of the table of this number that were not evicted; None for all.
+        table: only rows of the table of this number; None for all.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RowCut:
         if self._table is None:
             return numbers
         mine: Int32s = numbers[self._blocks.tables[numbers] == self._table]
-        return self._blocks.without_kept(mine)
+        return mine
 
     def _copied(self, numbers: Int32s) -> RowArrays:
         blocks = self._blocks
@@ -116,8 +116,6 @@ class RowCut:
         beside = {} if blocks.until is None else {"until": blocks.until[numbers].astype(np.int64)}
         if blocks.scores is not None:
             beside["scores"] = blocks.scores[numbers]
-        if blocks.kept is not None:
-            beside["kept"] = blocks.kept[numbers]
         return {
             "tables": blocks.tables[numbers].astype(np.int32),
             "ids": blocks.ids[numbers],

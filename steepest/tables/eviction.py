@@ -189,7 +189,7 @@ class Use:
         """Forget the rows that are not in use any more."""
         numbers = self._numbers.array[: self._size].copy()
         self._size = 0
-        self.enter(blocks.without_kept(numbers[blocks.written[numbers] != FREE]), blocks)
+        self.enter(numbers[blocks.written[numbers] != FREE], blocks)
 
 
 @kernel
@@ -233,6 +233,4 @@ def worn(evict: Sequence[tuple[Evict, ...]], version: int, blocks: Blocks) -> np
         of = slice(begin, begin + len(rows))
         known = blocks.tables[of], blocks.written[of]
         _worn(version, blocks.dim, ages, norms, rows, *known, why[of])
-    if blocks.kept is not None:
-        why[blocks.kept[: blocks.top] > 0] = 0
     return why

@@ -108,6 +108,7 @@ class RowLives:
         if blocks.until is None:
             return np.empty(0, np.int32)
         top = blocks.top
-        found = np.empty(top, np.int32)
+        rows = np.empty(top, np.int32)
         known = blocks.tables[:top], blocks.written[:top], blocks.until[:top]
-        return blocks.without_kept(found[: _ended(self.clock, self._seconds, *known, found)])
+        ended: Int32s = rows[: _ended(self.clock, self._seconds, *known, rows)]
+        return ended

@@ -10,7 +10,7 @@ from steepest.tables.table import Table
 # Of a row, in memory and on disk, for id, version, count, index and the pages that are not full yet: as measured with
 # millions of rows, see `docs/embedding.md`.
 _KNOWN, _KNOWN_ON_DISK = 47, 58
-_USE, _TTL, _SCORE, _KEPT = 12, 4, 8, 8
+_USE, _TTL, _SCORE = 12, 4, 8
 _PLACE = (
     5  # of a row of a table with a directory that is in memory, see `steepest.tables.tiered_rows`
 )
@@ -46,7 +46,6 @@ class RowBytes(NamedTuple):
         slots = form.row_bytes - form.sent_bytes
         more = _USE * (policy is not None) + _TTL * bool(table.life)
         more += _SCORE * (isinstance(policy, LFU) and bool(policy.half_life))
-        more += _KEPT * (table.keep_evicted is not None)
         disk = int(_GAPS * (form.row_bytes + _RECORD))
         snapshot = form.row_bytes + _SNAPSHOT
         place = form.row_bytes + _PLACE

@@ -113,8 +113,7 @@ class Scores:
             return state
         most, least = (self._of_one_time(state, one) for one in (False, True))
         scored = state.scores > 0
-        # of a row that was evicted, and is kept, it is not known when it was pushed last
-        other = scored & (state.kept == 0) & ((state.scores < least) | (state.scores > most))
+        other = scored & ((state.scores < least) | (state.scores > most))
         anew = ~scored | np.isin(state.tables, np.unique(state.tables[other]))
         return replace(state, scores=np.where(anew, most, state.scores))
 

@@ -69,12 +69,11 @@ class TableShard(ShardRows):
         version: of the last push, `evict` or `end_lives`.
         seed: of first values and of admissions by chance.
         life: a random number, another one after each `load`: versions of one life are of one past.
-        counts: by name, an int64 for each table: the ids that were "admitted", and those of them that "came_back"
-            to a row that was kept; gradients that were "refused" because their ids were not, "refused_full"
-            because there was no room for a row, and "ignored" because the table is not trainable; rows that
-            were evicted because the table was full
-            ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), by `L2WeightEvict` ("evicted_norm"), and
-            because their time to live was over ("evicted_ttl").
+        counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused" because
+            their ids were not, "refused_full" because there was no room for a row, and "ignored" because the table
+            is not trainable; rows that were evicted because the table was full ("evicted_full"), by
+            `GlobalStepEvict` ("evicted_age"), by `L2WeightEvict` ("evicted_norm"), and because their time to live
+            was over ("evicted_ttl").
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class TableShard(ShardRows):
         numbers_of, checked = require_keys(tables, ids, self._names)
         shape = len(checked), self.dim
         values = np.empty(shape, self.dtype) if out is None else require_out(out, shape, self.dtype)
-        found, missing = self._find_all(numbers_of, checked)
+        found, missing = self._index.find(numbers_of, checked)
         self._blocks.store.gather(found, values)
         if missing:
             at = np.flatnonzero(found < 0)
@@ -149,10 +148,8 @@ class TableShard(ShardRows):
         only ids without a row can cause.
         """
         found, missing = self._index.find(tables, ids)
-        if missing:
-            if training:
-                self.require_room(tables, ids)
-            missing = self._find_kept(tables, ids, found)
+        if missing and training:
+            self.require_room(tables, ids)
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)
@@ -227,8 +224,8 @@ class TableShard(ShardRows):
         twice = _mark(rows, seen, version, self._blocks.written, self._blocks.sightings)
         if twice >= 0:
             raise repeated(checked[twice], self._names[numbers_of[twice]])
-        for cut, kept in before:
-            cut.keep(kept)
+        for cut, copies in before:
+            cut.keep(copies)
         self.version = version
         if self._frozen:
             of = numbers_of[rows == -2]
@@ -237,10 +234,8 @@ class TableShard(ShardRows):
             self._count(numbers_of[at], checked[at], seen[at], plan)
             at = at[plan.admitted]
             mine = numbers_of[at], checked[at], seen[at]
-            back = self._kept.find(*mine[:2])
-            self._take_back(mine[0][back >= 0], back[back >= 0])
             self._make_room(plan.excess, version)
-            rows[at] = self._make(*mine, back, version)
+            rows[at] = self._make(*mine, version)
         keys = numbers_of, checked
         self._blocks.store.update(self._optimizer, rows, keys, changes, version, learning_rate)
         self._lives.renew(rows, numbers_of, lives, self._blocks)
@@ -303,13 +298,12 @@ class TableShard(ShardRows):
             twice = int(np.argmax(distinct.counts > 1))
             raise repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
         admitted = self._admission.admits(of, fresh, sightings[at], version)
-        admitted |= self._kept.find(of, fresh) >= 0
         known = np.bincount(tables[rows >= 0], minlength=len(self._tables))
         if strict:
             wanted = np.bincount(of[admitted], minlength=len(self._tables))
             self._capacities.require(wanted, known, self._alive)
         plan = self._capacities.fit(of, admitted, known, self._alive)
-        self._require_memory(plan.wanted - (0 if self._kept.any else plan.excess))
+        self._require_memory(plan.wanted - plan.excess)
         return plan
 
     def require_room(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
@@ -353,7 +347,7 @@ class TableShard(ShardRows):
         rows, _ = self._index.find(distinct.tables, distinct.ids)
         wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
         excess = (self._alive + wanted - self._capacities.rows).clip(0)
-        self._require_memory(wanted - (0 if self._kept.any else excess))
+        self._require_memory(wanted - excess)
 
     def _require_memory(self, added: Int64s) -> None:
         """Check that there is memory for so many more rows of each table; ResourcesError names the tables."""
@@ -372,25 +366,13 @@ class TableShard(ShardRows):
             others = np.bincount(tables[~plan.admitted], minlength=len(self._tables))
             self.counts["refused"] += others - plan.refused
 
-    def _make(
-        self, tables: Int32s, ids: Int64s, sightings: Int32s, back: Int32s, version: int
-    ) -> Int32s:
-        """Return the numbers of rows for ids: those that came back (`back`, -1 for others), or new ones."""
-        numbers: Int32s = back.copy()
-        blocks = self._blocks
-        new = np.flatnonzero(back < 0)
-        of = tables[new], ids[new]
-        values = self._first.of_rows(*of)
+    def _make(self, tables: Int32s, ids: Int64s, sightings: Int32s, version: int) -> Int32s:
+        """Return the numbers of new rows for ids."""
+        values = self._first.of_rows(tables, ids)
         first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
-        slots = np.broadcast_to(first, (len(new), len(first)))
-        numbers[new] = self._enter(of, values, slots, np.int64(version), sightings[new], {})
-        self._begin(*of, numbers[new])
-        old = np.flatnonzero(back >= 0)
-        if len(old):
-            mine = numbers[old]
-            total = blocks.sightings[mine].astype(np.int64) + sightings[old]
-            blocks.written[mine], blocks.sightings[mine] = version, total.clip(max=2**31 - 1)
-            self._begin(tables[old], ids[old], mine)
+        slots = np.broadcast_to(first, (len(ids), len(first)))
+        numbers = self._enter((tables, ids), values, slots, np.int64(version), sightings, {})
+        self._begin(tables, ids, numbers)
         return numbers
 
     def evict(self, version: int) -> int:
@@ -460,10 +442,7 @@ class TableShard(ShardRows):
         rows = RowCut(self._blocks, self.version, since, table)
         self._cuts.add(rows)
         gone = self._removals.since(_BOUNDLESS if since is None else since)
-        if table is None:  # kept rows are among the rows of a state, and of its base
-            lost = self._find_all(gone.tables, gone.ids)[0] < 0
-        else:
-            lost = self._index.find(gone.tables, gone.ids)[0] < 0
+        lost = self._index.find(gone.tables, gone.ids)[0] < 0
         counted = self._admission.exact()
         removed = gone.tables[lost], gone.ids[lost]
         known: list[Any] = [*counted, *removed]
@@ -492,7 +471,7 @@ class TableShard(ShardRows):
         """
         require_count("version", version, 0)
         states = self._checked(states)
-        rest, every, mine = self._shares_of(states)
+        rest, mine = self._shares_of(states)
         kept = self._capacities.most_used(states, mine)
         held = np.zeros(len(self._tables), np.int64)
         for state, rows in zip(states, mine, strict=True):
@@ -505,21 +484,20 @@ class TableShard(ShardRows):
             for begin in range(0, len(rows), _LOADED):
                 part = rows[begin : begin + _LOADED]
                 self._begin(state.tables[part], state.ids[part], self._enter_of(state, part))
-        self._enter_kept(states, every)
         for table in self._uses:
             self.counts["evicted_full"][table] = held[table] - self._alive[table]
 
     def require_loadable(self, states: Sequence[TableState]) -> None:
         """Raise what `load` would raise; nothing changes."""
         states = self._checked(states)
-        self._capacities.most_used(states, self._shares_of(states)[2])
+        self._capacities.most_used(states, self._shares_of(states)[1])
 
     def holds_all_of(self, state: TableState) -> bool:
         """Return whether a state that `load` would take is this shard's alone; ConfigurationError as `load`."""
-        ((rows,), (mine,)) = self._shares_of(self._checked([state]))[1:]
+        (mine,) = self._shares_of(self._checked([state]))[1]
         self._capacities.most_used([state], [mine])
         counted = self._mine(state.counted_tables, state.counted_ids)
-        return bool(rows.all() and counted.all())
+        return len(mine) == len(state.ids) and bool(counted.all())
 
     def _checked(self, states: Iterable[TableState]) -> Sequence[TableState]:
         """Return states that are of these tables, with scores if there are any."""
@@ -532,36 +510,14 @@ class TableShard(ShardRows):
 
     def _shares_of(
         self, states: Sequence[TableState]
-    ) -> tuple[TableState, list[npt.NDArray[np.bool_]], list[npt.NDArray[np.intp]]]:
-        """Return what states have beside rows; by state, which rows are this shard's; and where those not kept are."""
-        rests, every, mine = [], [], []
+    ) -> tuple[TableState, list[npt.NDArray[np.intp]]]:
+        """Return what states have beside rows; and by state, where this shard's rows are."""
+        rests, mine = [], []
         for state in states:
-            of = self._mine(state.tables, state.ids)
             counted = self._mine(state.counted_tables, state.counted_ids)
             rests.append(state.only(slice(0), counted))
-            every.append(of)
-            mine.append(np.flatnonzero(of & (state.kept == 0)))
-        return joined(rests), every, mine
-
-    def _enter_kept(
-        self, states: Sequence[TableState], every: Sequence[npt.NDArray[np.bool_]]
-    ) -> None:
-        """Keep the rows of states that were kept, of `every` row that is this shard's."""
-        if not self._kept.any:
-            return
-        keeps = np.array([table.keep_evicted is not None for table in self._tables])
-        state = joined(
-            at.only(of & (at.kept > 0) & keeps[at.tables], slice(0))
-            for of, at in zip(every, states, strict=True)
-        )
-        order = np.lexsort((state.tables, state.kept))
-        numbers = self._enter_of(state, order)
-        tables, versions = state.tables[order], state.kept[order]
-        begins = np.flatnonzero(np.diff(tables) | np.diff(versions)) + 1
-        if len(order):
-            for at, part in zip([0, *begins.tolist()], np.split(numbers, begins), strict=True):
-                self._kept.enter(int(tables[at]), int(versions[at]), part)
-        self._blocks.release(self._kept.excess())
+            mine.append(np.flatnonzero(self._mine(state.tables, state.ids)))
+        return joined(rests), mine
 
     def _require_state(self, state: TableState) -> None:
         """Check that a state is of these tables."""
@@ -578,7 +534,7 @@ class TableShard(ShardRows):
     def _enter_of(self, state: TableState, rows: npt.NDArray[np.intp]) -> Int32s:
         """Return the numbers of rows that are made as they are in a state."""
         keys = state.tables[rows], state.ids[rows]
-        beside = {name: getattr(state, name)[rows] for name in ("until", "scores", "kept")}
+        beside = {name: getattr(state, name)[rows] for name in ("until", "scores")}
         about = state.written[rows], state.sightings[rows]
         return self._enter(keys, state.values[rows], state.slots[rows], *about, beside)
 
@@ -595,7 +551,7 @@ class TableShard(ShardRows):
             self._require_state(state)
         whole = joined(states)
         rows = self._mine(whole.tables, whole.ids)
-        self._capacities.most_used([whole], [np.flatnonzero(rows & (whole.kept == 0))])
+        self._capacities.most_used([whole], [np.flatnonzero(rows)])
         return whole.only(rows, self._mine(whole.counted_tables, whole.counted_ids))
 
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:

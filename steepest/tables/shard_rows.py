@@ -1,4 +1,4 @@
-"""The rows of a shard, and what leads to them: index, uses, and rows that were evicted and are kept."""
+"""The rows of a shard, and what leads to them: index and uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from steepest.tables.capacity import Capacities
 from steepest.tables.cut import RowCut
 from steepest.tables.eviction import LFU, Use
 from steepest.tables.index import Index
-from steepest.tables.kept_rows import KeptRows
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.lives import RowLives
 from steepest.tables.removals import Removals
@@ -25,11 +24,11 @@ from steepest.tables.table import Table, disk_of
 from steepest.tables.tiered_rows import TieredRows
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
-_COUNTS = ("admitted", "came_back", "refused", "refused_full", "ignored", *_EVICTED)
+_COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
 
 
 class ShardRows:
-    """The rows of a shard: made, removed, kept, and counted; see `TableShard` for what decides that.
+    """The rows of a shard: made, removed, and counted; see `TableShard` for what decides that.
 
     Args:
         tables: the group.
@@ -60,12 +59,10 @@ class ShardRows:
 
     def _clear(self) -> None:
         """Have no rows."""
-        most, keeps = self._capacities.most, self._keeps()
-        known = {"ends": self._lives.any, "scored": self._scores.any, "keeps": any(keeps)}
-        room = None if most is None else most + sum(keeps) + (most if any(keeps) else 0)
+        most = self._capacities.most
+        known = {"ends": self._lives.any, "scored": self._scores.any}
         disk = disk_of(self._tables, self._spread, self._shard)
-        self._blocks = Blocks(self._form, self._salts, room, **known, disk=disk)
-        self._kept = KeptRows(keeps, self._blocks)
+        self._blocks = Blocks(self._form, self._salts, most, **known, disk=disk)
         self._index = Index(len(self._tables), most)
         self._uses = {
             number: Use(table.eviction, int(self._capacities.rows[number]))
@@ -78,12 +75,6 @@ class ShardRows:
         self.life = secrets.randbits(62)
         self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
         self.version = 0
-
-    def _keeps(self) -> list[int]:
-        """Return how many evicted rows of each table are kept here."""
-        given = np.array([table.keep_evicted or 0 for table in self._tables], np.int64)
-        shares: list[int] = self._spread.shares(self._shard, given).tolist()
-        return shares
 
     def disk_counts(self) -> dict[str, int]:
         """Return the rows "looked_up", those "read_from_disk", and "bytes_on_disk"; nothing where all are in memory."""
@@ -101,7 +92,7 @@ class ShardRows:
         store = self._blocks.store
         if not isinstance(store, TieredRows):
             return []
-        return store.read_ahead(self._find_all(tables, ids)[0])
+        return store.read_ahead(self._index.find(tables, ids)[0])
 
     @property
     def disk_seconds(self) -> float:
@@ -117,24 +108,11 @@ class ShardRows:
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._blocks) - len(self._kept)
+        return len(self._blocks)
 
     def rows_of(self) -> Int64s:
         """Return the number of rows of each table."""
         return np.array(self._alive)
-
-    def _find_all(self, tables: Int32s, ids: Int64s) -> tuple[Int32s, bool]:
-        """Return the row number of each (table, id), kept ones too, -1 for none; and whether some have none."""
-        found, missing = self._index.find(tables, ids)
-        return found, missing > 0 and self._find_kept(tables, ids, found)
-
-    def _find_kept(self, tables: Int32s, ids: Int64s, found: Int32s) -> bool:
-        """Fill in the numbers of kept rows where `found` has none; return whether some are still missing."""
-        if not len(self._kept):
-            return True
-        at = np.flatnonzero(found < 0)
-        found[at] = self._kept.find(tables[at], ids[at])
-        return bool((found[at] < 0).any())
 
     def _make_room(self, excess: Int64s, version: int) -> None:
         """Evict the least used rows that are not in this push."""
@@ -142,13 +120,6 @@ class ShardRows:
             victims = self._uses[table].take(int(excess[table]), version, self._blocks)
             self._remove(victims, version)
             self.counts["evicted_full"][table] += excess[table]
-
-    def _take_back(self, tables: Int32s, numbers: Int32s) -> None:
-        """Have rows that were kept no longer be so, which a push brings back."""
-        for cut in self._cuts:
-            cut.keep(cut.before(numbers))
-        self._kept.take_back(tables, numbers)
-        self.counts["came_back"] += np.bincount(tables, minlength=len(self._tables))
 
     def _enter(
         self,
@@ -168,7 +139,7 @@ class ShardRows:
         blocks, (tables, ids) = self._blocks, keys
         numbers = blocks.allocate(tables, ids)
         blocks.written[numbers], blocks.sightings[numbers] = written, sightings
-        for name in ("until", "scores", "kept"):
+        for name in ("until", "scores"):
             if (known := getattr(blocks, name)) is not None:
                 known[numbers] = beside.get(name, 0)
         blocks.store.enter(numbers, keys, values, slots)
@@ -182,7 +153,7 @@ class ShardRows:
             use.enter(numbers[tables == table], self._blocks)
 
     def _remove(self, numbers: Int32s, version: int) -> None:
-        """Take rows out, and keep those that are to be; who uses the others' memory next sets values and slots anew."""
+        """Take rows out; who uses their memory next sets values and slots anew."""
         blocks = self._blocks
         for cut in self._cuts:
             cut.keep(cut.before(numbers))
@@ -190,11 +161,4 @@ class ShardRows:
         self._index.remove(tables, ids)
         self._alive -= np.bincount(tables, minlength=len(self._tables))
         self._removals.add(version, tables, ids, len(blocks))
-        gone = self._kept.add(numbers, version)
-        if self._kept.any:
-            forgotten = np.setdiff1d(gone, numbers)
-            for cut in self._cuts:
-                cut.keep(cut.before(forgotten))
-            keys = blocks.tables[forgotten].astype(np.int32), blocks.ids[forgotten]
-            self._removals.add(version, *keys, len(blocks))
-        blocks.release(gone)
+        blocks.release(numbers)

@@ -29,7 +29,7 @@ _DTYPES: dict[str, tuple[str, ...]] = {
     "removed_ids": ("int64",),
 }
 #: Arrays that a state may be without, which are then of zeros.
-_OPTIONAL = {"until": ("int64",), "scores": ("int64",), "kept": ("int64",)}
+_OPTIONAL = {"until": ("int64",), "scores": ("int64",)}
 _COUNTERS = ("uint8", "uint16", "uint32")
 
 
@@ -56,8 +56,6 @@ class TableState:
     until: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     # (n,), see `steepest.tables.scores`; 0: without a score
     scores: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    # (n,), the version at which a row was evicted that is kept, see `Table.keep_evicted`; 0: it was not
-    kept: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         for name in _OPTIONAL:

@@ -45,7 +45,6 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
         ("counted", 1, 2**31 - 1),
         ("until", 0, 2**32 - 1),
         ("scores", 0, 2**62),
-        ("kept", 0, version),
     ):
         array = getattr(state, name)
         if len(array) and not least <= array.min() <= array.max() <= most:

@@ -42,8 +42,6 @@ class Table:
         evict: the rows that `TableShard.evict` removes.
         ttl: how long a row stays that no push has, by the coordinator's clock: "90s", "15m", "12h", "7d", "2w",
             or seconds. Its end is seen within a sixteenth of that, or a second.
-        keep_evicted: evicted rows that are kept, over all shards, those that were evicted last: an id that is pushed
-            again has its row back, with slots and counts; without it, such a row begins anew.
         directory: of each server's node, in which rows lie that were not used lately; without it, all are in
             memory. The table is a group by itself then.
         memory_rows: rows that are in memory at most, over all shards, where there is a directory.
@@ -80,7 +78,6 @@ class Table:
     trainable: bool = True
     default: Initial | None = None
     ttl: str | int | None = None
-    keep_evicted: int | None = None
     directory: str | None = None
     memory_rows: int | None = None
     memory_bytes: int | None = None
@@ -108,13 +105,6 @@ class Table:
             )
         if self.ttl is not None:
             seconds_of(f"ttl of table {self.name!r}", self.ttl)
-        if self.keep_evicted is not None:
-            require_count(f"keep_evicted of table {self.name!r}", self.keep_evicted)
-            if self.eviction is None and self.ttl is None and not self.evict:
-                raise ConfigurationError(
-                    f"keep_evicted={self.keep_evicted} of table {self.name!r} that evicts no row: give eviction=, "
-                    "evict= or ttl=, or leave it out"
-                )
         self._require("directory", (str, type(None)), "the name of a directory, or None")
         self._require_memory()
         self._require_range()
@@ -131,7 +121,7 @@ class Table:
     @property
     def needs_servers(self) -> str:
         """Why workers cannot hold the table, in words; empty where they can."""
-        lives = "capacity", "eviction", "admission", "ttl", "keep_evicted", "default", "directory"
+        lives = "capacity", "eviction", "admission", "ttl", "default", "directory"
         plain = [name for name in lives if getattr(self, name) is not None]
         if self.num_embeddings is None:
             return "has no num_embeddings to say how many rows there are"

@@ -121,12 +121,10 @@ def test_bytes_are_those_of_shards() -> None:
         ({}, 2000),
         ({"num_embeddings": 1700}, 1700),
         ({"capacity": 500, "eviction": LFU()}, 500),
-        ({"capacity": 500, "eviction": LFU(), "keep_evicted": 700}, 1200),
-        ({"capacity": 500, "eviction": LFU(), "keep_evicted": 10**9}, 2000),
-        ({"capacity": 500, "eviction": LFU(), "keep_evicted": 700, "num_embeddings": 900}, 900),
+        ({"capacity": 500, "eviction": LFU(), "num_embeddings": 900}, 500),
     ],
 )
-def test_rows_are_no_more_than_a_table_has_and_keeps(limits: dict[str, Any], rows: int) -> None:
+def test_rows_are_no_more_than_a_table_has(limits: dict[str, Any], rows: int) -> None:
     (found,) = plan_tables({Table("t", 16, **limits): np.arange(4000) % 2000}, samples=10**6).tables
     assert found.rows == (rows, rows, rows)
     assert found.memory == rows * found.bytes.memory

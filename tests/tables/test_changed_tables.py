@@ -15,7 +15,6 @@ from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError
 from steepest.strategies.local import LocalStrategy
 from steepest.tables.admission import CBFFilter, CounterFilter
-from steepest.tables.eviction import LRU
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD, Adagrad
 from steepest.tables.table import Table
@@ -183,19 +182,6 @@ def test_a_table_that_workers_held_joins_two_of_one_group_on_servers(
         sgd.fit(steps=3, progress=False)
         found = [sgd.export_table(each).look_up(IDS) for each in "ab" + name]
     assert all(map(torch.equal, found, expected))
-
-
-def test_rows_that_were_evicted_and_kept_go_to_workers_too(tmp_path: Path) -> None:
-    kept: dict[str, Any] = {"capacity": 6, "eviction": LRU(), "keep_evicted": 100}
-    with trainer(model_of(tables_of("a", **kept), shards=1)) as sgd:
-        sgd.fit(steps=6, progress=False)
-        assert sgd.stats().tables["a"]["evicted_full"]
-        expected = sgd.evaluate((IDS, torch.zeros(len(IDS)))).loss
-        sgd.save(tmp_path)
-    workers = tables_of("a", num_embeddings=1001, replicate=True)
-    with trainer(model_of(workers)) as sgd:
-        sgd.restore(tmp_path)
-        assert sgd.evaluate((IDS, torch.zeros(len(IDS)))).loss == expected
 
 
 @pytest.mark.few(1)
