@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from steepest.core.engine.job import Job
 from steepest.core.strategies.strategy import Strategy
@@ -20,18 +20,10 @@ def dealing_of(job: Job) -> Dealing | None:
     return job.stores.dealing if isinstance(job.stores, TableStores) else None
 
 
-@runtime_checkable
-class AsksBeforehand(Protocol):
-    """A strategy with which workers may ask for rows before the step that needs them."""
-
-    @property
-    def table_staleness(self) -> int | None:
-        """How many updates older than the weights rows may be; None to ask for them in the step."""
-
-
 def staleness_of(strategy: Strategy) -> int | None:
-    """Return a strategy's `AsksBeforehand.table_staleness`; None where it has none."""
-    return strategy.table_staleness if isinstance(strategy, AsksBeforehand) else None
+    """Return how many updates older than the weights rows may be; None to ask for them in the step that needs them."""
+    staleness: int | None = getattr(strategy, "table_staleness", None)
+    return staleness
 
 
 def delays_rows(job: Job) -> bool:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -22,12 +22,6 @@ _LONGEST_SECONDS = 1000 * 3600.0  # beyond which nobody waits for the end
 
 #: Steps that are granted to a run which ends by itself.
 ENDLESS = 1 << 40
-
-
-class ShownTrainer(Protocol):
-    """The attributes of the trainer that are shown."""
-
-    num_workers: int
 
 
 def display(progress: bool | str) -> list[Display]:
@@ -87,7 +81,7 @@ class Meter:
         seconds, steps = self._heard - gap - since, self.done - done
         return steps > 0 and gap > max(_WINDOW_SECONDS, _PAUSE_STEPS * seconds / steps)
 
-    def line(self, sgd: ShownTrainer, now: float, *, ended: bool = False) -> str:
+    def line(self, workers: int, now: float, *, ended: bool = False) -> str:
         """Return the last step's figures, and the rates of the last seconds, in one line."""
         # `ended`: of the whole `fit`.
         last = self._last
@@ -110,7 +104,7 @@ class Meter:
             parts += [f"validation loss {found.loss:.4f}"]
             parts += [f"validation {name} {value:.3f}" for name, value in found.metrics.items()]
         parts += [f"{(self._samples - samples) / seconds:,.0f} samples/s"]
-        parts += [f"{sgd.num_workers} worker{'s' * (sgd.num_workers != 1)}"]
+        parts += [f"{workers} worker{'s' * (workers != 1)}"]
         if self._stale and last.staleness:
             parts += [f"staleness {sum(last.staleness) / len(last.staleness):.1f}"]
         return ", ".join(parts)
@@ -141,38 +135,38 @@ class Display(Callback):
     def end(self) -> None:
         """Leave the last line standing."""
 
-    def on_fit_begin(self, sgd: ShownTrainer, steps: int) -> None:
+    def on_fit_begin(self, sgd: Any, steps: int) -> None:
         """Begin to count; the first step is shown at once."""
         self._due = self._clock()
         self._meter = Meter(self._due, steps)
 
-    def on_length(self, sgd: ShownTrainer, steps: int) -> None:
+    def on_length(self, sgd: Any, steps: int) -> None:
         """Expect another number of steps."""
         assert self._meter is not None
         self._meter.steps = steps
 
-    def on_step(self, sgd: ShownTrainer, result: StepResult) -> None:
+    def on_step(self, sgd: Any, result: StepResult) -> None:
         """Count the step, and show a line when one is due."""
         assert self._meter is not None
         now = self._clock()
         self._meter.add(result, now)
         if now >= self._due:  # formatting costs more than a small step
             self._due = now + self.seconds
-            self.show(self._meter.line(sgd, now), self._meter)
+            self.show(self._meter.line(sgd.num_workers, now), self._meter)
 
-    def on_evaluation(self, sgd: ShownTrainer, result: EvaluationResult) -> None:
+    def on_evaluation(self, sgd: Any, result: EvaluationResult) -> None:
         """Show the evaluation's figures from now on."""
         if self._meter is not None:
             self._meter.evaluation = result
 
-    def on_fit_end(self, sgd: ShownTrainer) -> None:
+    def on_fit_end(self, sgd: Any) -> None:
         """Show the last step, and how long all steps took."""
         meter, self._meter = self._meter, None
         if meter is None:
             return
         try:
             if meter.done:
-                self.show(meter.line(sgd, self._clock(), ended=True), meter)
+                self.show(meter.line(sgd.num_workers, self._clock(), ended=True), meter)
         finally:
             self.end()
 
