@@ -16,7 +16,7 @@ from benchmarks.models import MLP, WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
-from steepest.aggregation.hosting import host_aggregator
+from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.core.engine.client import Client
 from steepest.core.engine.hosting import (
     build_replicas,

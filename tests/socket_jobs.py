@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.aggregation.hosting import host_aggregator
+from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.core.engine.client import Client
 from steepest.core.engine.hosting import (
     build_replicas,

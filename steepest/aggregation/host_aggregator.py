@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.core.engine.hosting import host_role
 from steepest.core.engine.in_words import pushes_in_words
 from steepest.core.engine.incoming_weights import ArrivingWeights, Key, where_lent
+from steepest.core.engine.job import Job
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import HostPush, Push, Weights, WeightsShared
@@ -20,6 +22,7 @@ from steepest.core.messages.message import (
     Peer,
     PushId,
     Send,
+    aggregator_peer,
     server_peer,
     worker_peer,
 )
@@ -27,6 +30,7 @@ from steepest.core.status import Status
 from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.memory import Memory
 from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.transport.router import Router
 from steepest.errors import ProtocolError
 
 
@@ -263,3 +267,29 @@ class HostAggregator:
             torch.add(augend, push.payload.view(dtype), alpha=push.unit / first.unit, out=result)
             augend = result
         return total, first.unit
+
+
+def host_aggregator(
+    router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True
+) -> HostAggregator:
+    """Host the aggregator beside a server in this process.
+
+    Args:
+        router: of the process.
+        job: of the aggregator.
+        index: of the aggregator, and of the server.
+        weights: the flat vector of the server of this process, which updates its chunks in place.
+        shown: see `HostAggregator`.
+    """
+    peer = aggregator_peer(index)
+    aggregator = HostAggregator(
+        index,
+        job.topology,
+        weights,
+        router.sender(peer),
+        router.own_pending,
+        checked=job.strategy.nonfinite != "pass",
+        shown=shown,
+    )
+    host_role(router, job, peer, aggregator)
+    return aggregator

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from steepest.core.engine.chunk_ready import ChunkReady
 from steepest.core.engine.companion import Companion
+from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.sample_places import Place
 from steepest.core.models.protocol import Model
-from steepest.embedding.look_ahead import LookAhead
+from steepest.embedding.look_ahead import LookAhead, TableModel
 from steepest.embedding.row_exchange import RowExchange
-from steepest.embedding.table_model import TableModel
 from steepest.tables.local import LocalRows
 
 

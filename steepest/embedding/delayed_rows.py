@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.core.engine.gradient_sum import NOTHING, ChunkReady
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.row_collector import RowCollector

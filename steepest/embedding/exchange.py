@@ -13,9 +13,9 @@ from steepest.core.messages.message import Message, Peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.memory import Memory
 from steepest.embedding.companion import RowCompanion
+from steepest.embedding.job_tables import UNPUSHED
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.row_messages import RowKind
-from steepest.embedding.state_names import UNPUSHED
 
 
 class ExchangeWithRows(ExchangeAround):

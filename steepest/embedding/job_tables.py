@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
 
 
+#: gradients of rows that are not pushed yet
+UNPUSHED = "rows"
+
+
 def dealing_of(job: Job) -> Dealing | None:
     """Return how a job's tables are dealt into chunks; None without tables."""
     if job.stores is None:

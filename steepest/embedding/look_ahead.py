@@ -10,14 +10,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from steepest.core.engine.generators import States, restore, states
 from steepest.core.engine.sample_places import Place
+from steepest.embedding.modules import RowSource
 from steepest.embedding.row_exchange import RowExchange
-from steepest.embedding.table_model import TableModel
+from steepest.tables.table import Table
 
 log = logging.getLogger(__name__)
+
+
+class TableModel(Protocol):
+    """A `steepest.core.models.protocol.Model` with tables, for which its layout has opaque chunks."""
+
+    #: of its modules, each once
+    tables: tuple[Table, ...]
+
+    def use_rows(self, source: RowSource) -> None:
+        """Have the modules pull rows from a source from now on, and push gradients to it."""
+
+    def look_ahead(self, batch: Any) -> None:
+        """Run the forward pass over a batch for its look-ups of rows alone."""
 
 
 class _LoadedBatch(NamedTuple):

@@ -10,12 +10,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.sample_places import Place
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.modules import RowSource
-from steepest.embedding.row_memory import ROW_MEMORY
+from steepest.embedding.row_messages import ROW_MEMORY
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from steepest.core.engine.chunk_ready import ChunkReady
 from steepest.core.engine.exchange import WaitUntil
+from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.incoming_weights import where_lent
 from steepest.core.engine.sample_places import Place
 from steepest.core.messages.message import Message, Peer, Send, server_peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.delayed_rows import DelayedRows
 from steepest.embedding.row_collector import RowCollector
-from steepest.embedding.row_memory import ROW_MEMORY
-from steepest.embedding.row_messages import PullRows, Rows, RowsOfPush
+from steepest.embedding.row_messages import ROW_MEMORY, PullRows, Rows, RowsOfPush
 from steepest.errors import ConfigurationError, ProtocolError, listed
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import pack_keys

@@ -1,5 +1,6 @@
 """The messages about rows of embedding tables, and what others say of rows: in reports, logs and reads of the state."""
 
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Row
 from typing import Annotated, NamedTuple
@@ -30,6 +31,11 @@ from steepest.core.messages.schema import (
     limited,
 )
 from steepest.core.messages.snapshots import Options, Read, ReadOn, Snapshot
+from steepest.core.tensors.allocator import Recycler
+from steepest.core.tensors.shared_memory import SHARED_FROM, Reusable
+
+#: Of this process. Blocks are never freed: a process that has mapped one keeps the mapping.
+ROW_MEMORY = Recycler(Reusable(), least=SHARED_FROM, most=sys.maxsize, rounded=True)
 
 
 class RowKind(MessageKind):

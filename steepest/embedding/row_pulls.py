@@ -15,8 +15,7 @@ from steepest.core.engine.incoming_weights import Key
 from steepest.core.messages.message import Peer, Send
 from steepest.core.system import system
 from steepest.embedding.row_files import OnRouter
-from steepest.embedding.row_memory import ROW_MEMORY
-from steepest.embedding.row_messages import PullRows, Rows
+from steepest.embedding.row_messages import ROW_MEMORY, PullRows, Rows
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError, ProtocolError, ResourcesError
 from steepest.tables.checks import require_keys

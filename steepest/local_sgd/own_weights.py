@@ -7,8 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from steepest.core.engine.local_names import LOCAL, LOCAL_WEIGHT
 from steepest.core.tensors.layout import ParameterLayout
+
+#: The key of a parameter's own weights, and of the weight of the samples behind them.
+LOCAL, LOCAL_WEIGHT = "@local", "@local_weight"
+
+
+def is_own_weight(name: str) -> bool:
+    """Return whether "PARAMETER/KEY" is no state of an optimizer, but of weights that one worker has."""
+    return name.endswith((f"/{LOCAL}", f"/{LOCAL_WEIGHT}"))
 
 
 @dataclass(frozen=True)

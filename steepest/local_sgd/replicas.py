@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
-from steepest.core.engine.local_names import is_own_weight
+from steepest.core.engine.gradient_sum import NOTHING, ChunkReady
 from steepest.core.engine.optimizer_slices import assemble, disassemble
 from steepest.core.engine.replicas import (
     Batches,
@@ -36,7 +35,7 @@ from steepest.core.protocol.rates import with_rates
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.shared_memory import allocate
 from steepest.core.tensors.squares import sum_of_squares
-from steepest.local_sgd.own_weights import OwnWeights
+from steepest.local_sgd.own_weights import OwnWeights, is_own_weight
 
 
 @dataclass(frozen=True)

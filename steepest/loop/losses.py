@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from steepest.core.models.losses import OURS
-from steepest.core.models.sums import PERHAPS, SUMMED, summed_by
+from steepest.core.models.losses import OURS, PERHAPS, SUMMED, summed_by
 from steepest.errors import ConfigurationError
 
 _torchs_backward: Any = torch.autograd.backward  # `Tensor.backward` calls it, too

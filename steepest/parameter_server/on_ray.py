@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.errors import PeerLostError, SteepestError
 from steepest.parameter_server.actor import ServerActor
-from steepest.parameter_server.forks import is_forked
 from steepest.parameter_server.servers import THREADS
 from steepest.parameter_server.succession import Succession, learn, number_of
 from steepest.runtime.job_runtime import (
@@ -27,6 +28,25 @@ from steepest.tls.connections import Identity
 
 _PAUSE_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
+
+
+#: Whether it was: then it can call no actor.
+_is_forked = False
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked from one that was connected to Ray."""
+    # It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
+    return _is_forked
+
+
+def _note_fork() -> None:
+    global _is_forked
+    ray = sys.modules.get("ray")
+    _is_forked = _is_forked or (ray is not None and ray.is_initialized())
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,15 @@ from steepest.core.messages.message import (
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport.router import Router
 from steepest.errors import DataPlaneError, ProtocolError, describe_error
-from steepest.process_groups import order
 from steepest.process_groups.group import GroupPlace, Groups, ProcessGroup, Program, Ways
 from steepest.process_groups.new_weights import MadeChunk, NewWeights
-from steepest.process_groups.reduction import HandedChunk, OwnGradient, Reduction, Sums
+from steepest.process_groups.reduction import (
+    HandedChunk,
+    OwnGradient,
+    Reduction,
+    Sums,
+    event_after,
+)
 
 _MOST_KEYS = 4  # of the rendezvous from one member and generation
 _MOST_GENERATIONS = 8  # of which keys are kept before they begin here
@@ -190,7 +195,7 @@ class GroupExchange(ExchangeAround):
             else:
                 self.inner.ready(chunk, payload, unit, total, absent)
             return self._missing > 0
-        made = order.made(payload)
+        made = event_after(payload)
         self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent, made)
         shares = 1 if len(self._holders[chunk]) == 1 else 2
         about = self._layout.chunks[chunk]
@@ -236,7 +241,7 @@ class GroupExchange(ExchangeAround):
         assert self._group is not None
         if source == server_peer(self._worker):
             payload = as_tensor(weights.payload)
-            made = MadeChunk(payload, weights.skipped, order.made(payload))
+            made = MadeChunk(payload, weights.skipped, event_after(payload))
             self._made[weights.version, weights.chunk] = made
         else:
             self._sums.lent.discard(weights.chunk)

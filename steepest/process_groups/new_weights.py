@@ -9,9 +9,8 @@ import torch
 
 from steepest.core.messages.gradients import Weights
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.process_groups import order
 from steepest.process_groups.group import Await, Broadcast, Program
-from steepest.process_groups.reduction import OwnGradient, Sums
+from steepest.process_groups.reduction import OwnGradient, Sums, continue_after
 
 
 class MadeChunk(NamedTuple):
@@ -70,7 +69,7 @@ class NewWeights:
                 key = version, chunk
                 yield Await(lambda key=key: key in self._made)  # type: ignore[misc]
                 payload, skipped, made = self._made.pop(key)
-                order.behind(made, elements)
+                continue_after(made, elements)
                 elements.copy_(payload.view(elements.dtype))
                 flags.fill_(float(skipped))
             yield Broadcast(memory, holders[0], f"the new chunk {chunk}")

@@ -15,11 +15,23 @@ from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import DataPlaneError
-from steepest.process_groups import order
 from steepest.process_groups.group import Await, Gather, Operation, Program, Reduce
 
 #: Bytes of a first chunk up to which it is gathered with the header: one exchange in the step of a small model.
 _WITH_HEADER = 1 << 16
+
+
+def event_after(tensor: torch.Tensor) -> torch.Event | None:
+    """Return what is behind all that this thread's stream was given for a tensor's GPU; None on the CPU."""
+    if tensor.is_cpu:
+        return None
+    return torch.accelerator.current_stream(tensor.device).record_event()
+
+
+def continue_after(event: torch.Event | None, tensor: torch.Tensor) -> None:
+    """Have this thread's stream on a tensor's GPU go on behind an event."""
+    if event is not None:
+        torch.accelerator.current_stream(tensor.device).wait_event(event)
 
 
 class HandedChunk(NamedTuple):
@@ -305,7 +317,7 @@ class Reduction:
             elements.zero_()
             flags.zero_()
             return
-        order.behind(handed.made, elements)
+        continue_after(handed.made, elements)
         values = handed.payload.view(self._layout.chunks[chunk].dtype)
         if factor == 1.0:
             elements.copy_(values)

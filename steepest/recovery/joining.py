@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Set
 from functools import partial
 from typing import Any
 
-from steepest.core.data.stream_place import StreamPlace
+from steepest.core.data.streams import StreamPlace
 from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.messages.message import Peer, worker_peer

@@ -13,13 +13,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from steepest.aggregation.hosting import host_aggregator
+from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.collectives import operations
 from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.data.sampler import SamplePlan
-from steepest.core.data.stream_place import StreamPlace
+from steepest.core.data.streams import StreamPlace
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import restore, states
 from steepest.core.engine.hosting import (

@@ -12,7 +12,6 @@ import torch
 from steepest.checkpoint.rows import TABLES
 from steepest.compression.gradient_compressor import check_residuals
 from steepest.core.engine.job import Job
-from steepest.core.engine.local_names import is_own_weight
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.push_pull import COMPRESSION
 from steepest.core.engine.replica_states import mean_states
@@ -21,9 +20,9 @@ from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record, is_text
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import Tensors
-from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.job_tables import UNPUSHED, dealing_of
 from steepest.embedding.shard_records import disassemble
-from steepest.embedding.state_names import UNPUSHED
+from steepest.local_sgd.own_weights import is_own_weight
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.worker_state import WorkerState, worker_state

@@ -25,8 +25,7 @@ from steepest.tables.first_values import FirstValues
 from steepest.tables.gradients import Bytes, RowGradients
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
-from steepest.tables.removals import Removals
-from steepest.tables.shard_rows import ShardRows
+from steepest.tables.shard_rows import Removals, ShardRows
 from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group, spread_of
 from steepest.validation import require_count, require_number

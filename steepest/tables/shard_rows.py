@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from weakref import WeakSet
@@ -13,10 +14,10 @@ from steepest.tables.blocks import Blocks
 from steepest.tables.capacity import Capacities
 from steepest.tables.cut import RowCut
 from steepest.tables.eviction import LFU, Use
+from steepest.tables.hashing import Distinct
 from steepest.tables.index import Index
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.lives import RowLives
-from steepest.tables.removals import Removals
 from steepest.tables.row_store import Keys
 from steepest.tables.scores import Scores
 from steepest.tables.spread import Spread
@@ -25,6 +26,38 @@ from steepest.tables.tiered_rows import TieredRows
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
 _COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
+
+
+_LEAST = 1 << 16
+
+
+class Removals:
+    """The ids whose rows a shard has removed, with the versions at which it has."""
+
+    # `known_from`: known from that version on.
+
+    def __init__(self, version: int = 0) -> None:
+        self.known_from = version
+        self._removed: deque[tuple[int, Int32s, Int64s]] = deque()  # version, tables, ids
+        self._count = 0
+
+    def add(self, version: int, tables: Int32s, ids: Int64s, rows: int) -> None:
+        """Remember keys (n,) removed at a version; forget the oldest where there are more than the shard's `rows`."""
+        if not len(ids):
+            return
+        self._removed.append((version, tables, ids))
+        self._count += len(ids)
+        while self._count > max(_LEAST, rows):
+            forgotten, _, old = self._removed.popleft()
+            self._count -= len(old)
+            self.known_from = forgotten + 1
+
+    def since(self, version: int) -> Distinct:
+        """Return the keys of rows that were removed at a version or later; some may be back."""
+        gone = [item for item in self._removed if item[0] >= version]
+        tables = np.concatenate([np.empty(0, np.int32), *(item[1] for item in gone)])
+        ids = np.concatenate([np.empty(0, np.int64), *(item[2] for item in gone)])
+        return Distinct(tables, ids)
 
 
 class ShardRows:

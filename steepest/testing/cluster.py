@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from steepest.aggregation.hosting import host_aggregator
+from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import CommitLog

@@ -9,8 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 
-from steepest.core.clock import MOST_SECONDS, RunningClock
-from steepest.core.system import PythonSystem
+from steepest.core.system import MOST_SECONDS, PythonSystem, RunningClock
 
 
 class Seconds:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from steepest.core.engine.between_turns import apart_from_models
+from steepest.core.engine.step_waits import apart_from_models
 from steepest.core.engine.topology import HostMap
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.driver import Failure, Result

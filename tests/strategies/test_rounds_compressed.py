@@ -13,7 +13,7 @@ import torch
 
 from steepest import AllreduceStrategy, DistributedSGD
 from steepest.config.compression import Int2, Int4, Int8
-from steepest.core.engine.sent_changes import SentChanges
+from steepest.core.engine.outgoing_weights import SentChanges
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.modes import check_counts

@@ -16,7 +16,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from steepest.core.data.batch_size import batch_size_of
 from steepest.core.data.protocol import Blocks, Indices, Source
 from steepest.core.data.streams import StreamSource, divided_stream
 from steepest.errors import ConfigurationError
@@ -369,3 +368,18 @@ def _from_loader(loader: DataLoader[Any]) -> Source:
             "the DataLoader samples with replacement or a part only: leave its sampler= out"
         )
     return DatasetSource(loader.dataset, loader)
+
+
+def batch_size_of(data: Any, given: int | None) -> int | None:
+    """Return the batch size that was given, else that of a DataLoader; None where there is neither.
+
+    Raises:
+        ConfigurationError: both are there, and they differ.
+    """
+    own = data.batch_size if isinstance(data, DataLoader) else None
+    if own is not None and given is not None and given != own:
+        raise ConfigurationError(
+            f"batch_size={given!r} beside a DataLoader with batch_size={own}: give the DataLoader "
+            "the one that is meant, and leave the other out"
+        )
+    return own if given is None else given

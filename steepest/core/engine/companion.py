@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.sample_places import Place
 from steepest.core.models.protocol import Model
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.core.engine.host_copies import HostCopies
 from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ModelError
+
+#: Called with a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
+#: summed weight of the worker's samples, and the entries for which no replica had a gradient.
+ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], object]
+
+#: The bytes of a chunk of which there is no gradient.
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class GradientSum:

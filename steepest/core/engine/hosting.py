@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from steepest.core.engine.between_turns import BetweenTurns
 from steepest.core.engine.client import Client
 from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.engine.exchange import Exchange
@@ -18,6 +17,7 @@ from steepest.core.engine.optimizer_slices import disassemble
 from steepest.core.engine.push_pull import Compressor, PushPull
 from steepest.core.engine.replicas import CPU, Memory, Replicas, WorkShare
 from steepest.core.engine.server import Server, ServerMode
+from steepest.core.engine.step_waits import BetweenTurns
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.core.messages.permissions import MessageCheck

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steepest.core.data.batch_size import batch_size_of
 from steepest.core.data.sampler import SamplePlan, even_share
+from steepest.core.data.sources import batch_size_of
 from steepest.core.engine.batch_loader import BatchLoader
-from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.core.engine.companion import Companion
 from steepest.core.engine.exchange import Exchange
-from steepest.core.engine.gradient_sum import GradientSum
+from steepest.core.engine.gradient_sum import NOTHING, ChunkReady, GradientSum
 from steepest.core.engine.host_copies import copies_for
 from steepest.core.engine.present_gpu import choose_gpu, differ
 from steepest.core.engine.sample_places import Place, SamplePlaces
@@ -52,7 +51,7 @@ from steepest.core.tensors.shared_memory import allocate, forget_writes, make_wr
 from steepest.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
-    from steepest.core.data.stream_place import StreamPlace
+    from steepest.core.data.streams import StreamPlace
 
 #: The results of batches, and the seconds for loading and for computing them.
 Batches = tuple[list[Computed], float, float]

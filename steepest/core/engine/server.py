@@ -16,7 +16,6 @@ from steepest.core.engine.optimizer_records import checked_state_size
 from steepest.core.engine.outgoing_weights import OutgoingWeights
 from steepest.core.engine.push_intake import PushIntake
 from steepest.core.engine.put_states import PutStates
-from steepest.core.engine.raised_update import RaisedUpdate
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.stores import StoreService
@@ -30,7 +29,7 @@ from steepest.core.messages.gradients import (
     Push,
     Refresh,
 )
-from steepest.core.messages.membership import Members, WorkerEnded, WorkerJoined
+from steepest.core.messages.membership import Failed, Members, WorkerEnded, WorkerJoined
 from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
@@ -40,7 +39,7 @@ from steepest.core.messages.message import (
     Send,
     worker_peer,
 )
-from steepest.core.messages.snapshots import InstallPut, Snapshot
+from steepest.core.messages.snapshots import InstallPut, Snapshot, SnapshotEnd
 from steepest.core.messages.users import UserLeft
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec
@@ -49,7 +48,7 @@ from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.memory import as_tensor
-from steepest.errors import ProtocolError
+from steepest.errors import ProtocolError, describe_error, described_by
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +56,34 @@ _DECISIONS: dict[MessageKind, type[Decision]] = {
     decision.KIND: decision
     for decision in (CommitOrder, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
 }
+
+
+@dataclass(frozen=True)
+class RaisedUpdate:
+    """A committed update, to `version`, in which the optimizer raised: the server's chunks are of no version."""
+
+    # error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
+
+    version: int
+    error: str
+    traceback: str
+    kind: str = ""
+
+    @classmethod
+    def of(cls, version: int, error: BaseException) -> RaisedUpdate:
+        """Return the update to a version in which the optimizer raised an exception."""
+        return cls(version, **describe_error(error))
+
+    def to_coordinator(self, generation: int) -> Failed:
+        """Return the message by which the coordinator learns of it."""
+        return Failed(generation, 0, self.version, self.error, self.traceback, self.kind)
+
+    def to_reader(self, at: tuple[int, int], sequence: int, *, open_to_all: bool) -> SnapshotEnd:
+        """Return what a reader at a generation and version is sent instead of weights."""
+        # open_to_all: readers hear of it from servers alone; a job's client has the traceback from the coordinator.
+        why = f"its optimizer raised in the update to version {self.version}: {self.error}"
+        described: dict[str, Any] = described_by(self) if open_to_all else {}
+        return SnapshotEnd(at[0], sequence, at[1], given_up=why, **described)
 
 
 @dataclass(frozen=True)

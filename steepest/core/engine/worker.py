@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.core.engine.between_turns import BetweenTurns
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.generators import about_to_change
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.engine.spans import RoleSpans, SpanKind
-from steepest.core.engine.step_waits import AbandonedError, PausedError, StepWaits
+from steepest.core.engine.step_waits import AbandonedError, BetweenTurns, PausedError, StepWaits
 from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members

@@ -26,12 +26,15 @@ from steepest.core.models.arguments import (
 from steepest.core.models.containers import changed_parts
 from steepest.core.models.losses import (
     ONE_SAMPLE,
+    PERHAPS,
+    SUMMED,
     Loss,
     Weighed,
     call,
     called_backward,
     of_one_sample,
     own_loss,
+    summed_by,
     users_line,
     weigh,
     with_parts,
@@ -47,7 +50,6 @@ from steepest.core.models.protocol import (
     all_here,
     checked_metrics,
 )
-from steepest.core.models.sums import PERHAPS, SUMMED, summed_by
 from steepest.core.models.write_check import WriteCheck, holders_of
 from steepest.core.optim.arriving import arriving_state
 from steepest.core.optim.several import as_one
