@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job
-from steepest.core.engine.opaque_parts import OpaqueParts
 from steepest.core.engine.replicas import Replicas
-from steepest.core.engine.stores import Stores
+from steepest.core.engine.stores import OpaqueParts, Stores
 from steepest.core.messages.fields import Schema
 from steepest.core.messages.message import Send
 from steepest.core.messages.permissions import Line
@@ -57,7 +56,7 @@ class EmbeddingTables(Extension):
 
 @dataclass(frozen=True)
 class ModelTables:
-    """The embedding tables of which models use rows, see `steepest.core.engine.opaque_parts.OpaqueParts`."""
+    """The embedding tables of which models use rows, see `steepest.core.engine.stores.OpaqueParts`."""
 
     tables: tuple[Table, ...]
 

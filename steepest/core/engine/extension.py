@@ -16,9 +16,9 @@ from steepest.core.transport.router import Router
 if TYPE_CHECKING:
     from steepest.core.engine.exchange import Exchange
     from steepest.core.engine.job import Job
-    from steepest.core.engine.opaque_parts import OpaqueParts
     from steepest.core.engine.push_pull import Compressor
     from steepest.core.engine.replicas import Memory, Replicas, WorkShare
+    from steepest.core.engine.stores import OpaqueParts
 
 
 class Extension:

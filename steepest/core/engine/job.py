@@ -12,8 +12,7 @@ import torch
 from steepest.core.data.fingerprint import Fingerprint, RowHashes, unlike_rows
 from steepest.core.data.protocol import Blocks
 from steepest.core.data.sampler import Remaining, SamplePlan
-from steepest.core.engine.opaque_parts import OpaqueParts
-from steepest.core.engine.stores import Stores
+from steepest.core.engine.stores import OpaqueParts, Stores
 from steepest.core.engine.topology import HostMap, Topology
 from steepest.core.messages.fields import Limits, Schema
 from steepest.core.messages.message import Peer

@@ -14,7 +14,7 @@ from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import Description, ModelCreator, check_agreement, without_caches
-from steepest.core.engine.opaque_parts import OpaqueParts
+from steepest.core.engine.stores import OpaqueParts
 from steepest.core.models.protocol import Model
 from steepest.core.models.step_size import StepSize, making_models
 from steepest.core.tensors.layout import ChunkSpec

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from steepest.core.engine.companion import Companion
-from steepest.core.engine.exchange import NOTHING_YET, Arrived, WaitUntil
+from steepest.core.engine.exchange import NOTHING_YET, Arrived, Companion, WaitUntil
 from steepest.core.engine.in_words import chunks_in_words
 from steepest.core.engine.incoming_weights import ArrivingWeights, Key
 from steepest.core.engine.topology import Topology

@@ -15,8 +15,7 @@ import torch
 from steepest.core.data.sampler import SamplePlan, even_share
 from steepest.core.data.sources import batch_size_of
 from steepest.core.engine.batch_loader import BatchLoader
-from steepest.core.engine.companion import Companion
-from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.exchange import Companion, Exchange
 from steepest.core.engine.gradient_sum import NOTHING, ChunkReady, GradientSum
 from steepest.core.engine.host_copies import copies_for
 from steepest.core.engine.present_gpu import choose_gpu, differ

@@ -8,11 +8,14 @@ from typing import Protocol
 import torch
 
 from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.messages.fields import Schema
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
+from steepest.core.messages.permissions import Line
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.status import Status
-from steepest.core.tensors.layout import Chunk
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.layout import Chunk, ParameterLayout
 
 #: The generation and version at which a server is.
 Position = tuple[int, int]
@@ -74,3 +77,31 @@ class Stores(Protocol):
             stores: that it holds, by index of the chunk, dense ones among them.
             send: sends as the server.
         """
+
+
+class OpaqueParts(Protocol):
+    """What models have beside the parameters of the flat vector, for which the opaque chunks of their layout stand.
+
+    `Extension.opaque` finds it in a model; it is the same in all workers, and hashable.
+    """
+
+    @property
+    def lines(self) -> Mapping[Line, Schema]:
+        """The messages about it, which the engine does not know, by who may send them to whom."""
+
+    def require(self, strategy: Strategy, spec: OptimizerSpec) -> None:
+        """Check that it can be trained so; ConfigurationError otherwise.
+
+        Args:
+            strategy: of the job.
+            spec: the optimizer of the dense parameters.
+        """
+
+    def difference(self, other: OpaqueParts) -> str | None:
+        """Return in words how that of another replica differs from this, or None when they agree."""
+
+    def keeps_state(self, strategy: Strategy) -> bool:
+        """Return whether workers keep some of it that no server holds."""
+
+    def stores(self, layout: ParameterLayout, seed: int) -> Stores:
+        """Return what makes the stores of a job with a layout and a seed."""
