@@ -51,7 +51,8 @@ def _ray() -> Iterator[None]:
     from steepest.runtime.connection import ray_session
 
     # what takes longest of all imports, while Ray's processes start: that is mostly waiting
-    torch = threading.Thread(target=importlib.import_module, args=("torch",), daemon=True)
+    # The interpreter awaits it: an end amid the import, as by Ctrl-C, would be a traceback, SIGSEGV, or a hang.
+    torch = threading.Thread(target=importlib.import_module, args=("torch",))
     torch.start()
     with ray_session(template=template):
         torch.join()

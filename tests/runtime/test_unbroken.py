@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 
 import pytest
 import ray
 
+from steepest.cli.begin import begun
 from steepest.runtime.connection import end_ray, ray_session
 from steepest.runtime.unbroken import unbroken
 
@@ -34,6 +36,30 @@ def test_ray_is_ended_whole_although_the_wait_for_it_is_interrupted(
     assert not ending.daemon  # the interpreter awaits it
     ending.join(60)
     assert ended == [ending]
+
+
+def test_ctrl_c_while_ray_starts_leaves_no_import_to_break_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A daemonic thread would be ended amid torch's import: by a traceback, SIGSEGV, or not at all."""
+    interrupted, importing = threading.Event(), list[threading.Thread]()
+
+    def import_module(name: str) -> None:
+        importing.append(threading.current_thread())
+        assert interrupted.wait(60)
+
+    def interrupt(*given: object, **named: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("steepest.prefork.template.start_template", lambda: None)
+    monkeypatch.setattr("steepest.runtime.connection.ensure_ray", interrupt)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with pytest.raises(KeyboardInterrupt), begun("ray"):
+        pass
+    interrupted.set()
+    (thread,) = importing
+    assert not thread.daemon  # the interpreter awaits it
+    thread.join(60)
 
 
 def test_what_it_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
