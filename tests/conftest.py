@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import traceback
 import zlib
 from collections.abc import Generator, Iterator
@@ -141,9 +142,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """What a file's tests have imported and keep stays, too."""
+    """What a file's tests have imported and keep stays, too; but for what the frames of a failed one hold."""
     done = yield
-    if nextitem is None or nextitem.path != item.path:
+    if (nextitem is None or nextitem.path != item.path) and not hasattr(sys, "last_value"):
         gc.collect()
         gc.freeze()
     return done

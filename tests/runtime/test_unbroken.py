@@ -29,9 +29,13 @@ def test_ray_is_ended_whole_although_the_wait_for_it_is_interrupted(
 
     monkeypatch.setattr("steepest.runtime.connection.ensure_ray", lambda *_, **__: True)
     monkeypatch.setattr(ray, "shutdown", shutdown)
-    with pytest.raises(KeyboardInterrupt, match=r"^$"), ray_session():
-        raise KeyboardInterrupt("the first")
-    interrupted.set()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"^$"), ray_session():
+            raise KeyboardInterrupt("the first")
+    finally:
+        interrupted.set()
+        signal.signal(signal.SIGINT, handler)
     (ending,) = (each for each in threading.enumerate() if each.name == "steepest ends Ray")
     assert not ending.daemon  # the interpreter awaits it
     ending.join(60)
