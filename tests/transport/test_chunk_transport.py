@@ -6,6 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from steepest.core.messages.message import server_peer
 from steepest.runtime.wiring import carry, holdings
 
@@ -18,15 +20,21 @@ class Process:
     def __init__(self) -> None:
         self.given: list[list[int]] = []
         self.taken: list[int] = []
-        self.give = SimpleNamespace(remote=self._give)
-        self.take_over = SimpleNamespace(remote=self._take_over)
 
-    def _give(self, chunks: list[int]) -> list[int]:
+    def give(self, chunks: list[int]) -> list[int]:
         self.given.append(chunks)
         return chunks
 
-    def _take_over(self, *gifts: list[int]) -> None:
+    def take_over(self, *gifts: list[int]) -> None:
         self.taken += [chunk for gift in gifts for chunk in gift]
+
+
+@pytest.fixture(autouse=True)
+def _calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(process: Process, method: str, *arguments: Any) -> Any:
+        return getattr(process, method)(*arguments)
+
+    monkeypatch.setattr("steepest.runtime.wiring.runtime", lambda: SimpleNamespace(call=call))
 
 
 def carried(before: dict[int, list[Process]], after: dict[int, list[Process]]) -> None:
