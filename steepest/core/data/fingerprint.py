@@ -36,9 +36,12 @@ def fingerprint(source: Any) -> Fingerprint:
 
 
 def described(source: Any) -> tuple[Fingerprint, RowHashes]:
-    """Return the fingerprint of a source's data, and the hashes of the rows that it is made of."""
-    # source: its attribute `contents` has the arrays or the data set; without one both are empty, as those of data
-    # without arrays.
+    """Return the fingerprint of a source's data, and the hashes of the rows that it is made of.
+
+    Args:
+        source: its attribute `contents` has the arrays or the data set; without one both are empty, as
+            those of data without arrays.
+    """
     found: Fingerprint = {}
     rows: RowHashes = {}
     try:

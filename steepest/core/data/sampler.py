@@ -20,9 +20,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """The place of a step in the data: an epoch, and parts of that epoch's permutation."""
+    """The place of a step in the data: an epoch, and parts of that epoch's permutation.
 
-    # At least one part, and several only where samples were left over, see `SamplePlan`.
+    At least one part, and several only where samples were left over, see `SamplePlan`.
+    """
 
     epoch: int
     ranges: Ranges

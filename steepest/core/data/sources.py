@@ -65,9 +65,13 @@ class ArraySource:
 
 
 class DatasetSource:
-    """A map-style data set as a source, with a DataLoader's worker processes and `collate_fn` where one was given."""
+    """A map-style data set as a source, with a DataLoader's worker processes and `collate_fn` where one was given.
 
-    # The set has `__len__`, `__getitem__`, possibly `__getitems__`. ConfigurationError: it is empty.
+    The set has `__len__`, `__getitem__`, possibly `__getitems__`.
+
+    Raises:
+        ConfigurationError: it is empty.
+    """
 
     def __init__(self, dataset: Any, loader: DataLoader[Any] | None = None) -> None:
         self.size: int | None = len(dataset)

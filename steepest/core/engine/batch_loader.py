@@ -34,8 +34,11 @@ class OpenStreams:
         self._batches: dict[Place, Any] = {}
 
     def begin(self, replica: int, source: Any, step: int, micro: int) -> None:
-        """Have a stream about to be opened begin where the job is in its pass."""
-        # step, micro: of its next batch, the number among the replica's own.
+        """Have a stream about to be opened begin where the job is in its pass.
+
+        Args:
+            step, micro: of its next batch, the number among the replica's own.
+        """
         if hasattr(source, "passes"):
             place = self.places[replica]
             source.begin = 0 if place is None else place.at(step, micro)
@@ -44,8 +47,12 @@ class OpenStreams:
     def took(
         self, replica: int, source: Any, at: tuple[int, int], part: tuple[int, int], micros: int
     ) -> None:
-        """Note where a pass begins, if the batch taken at (step, micro) is the replica's first of it."""
-        # part: the replica's index among all of the job, and how many these are; micros: its batches in a step.
+        """Note where a pass begins, if the batch taken at (step, micro) is the replica's first of it.
+
+        Args:
+            part: the replica's index among all of the job, and how many these are.
+            micros: its batches in a step.
+        """
         passes = getattr(source, "passes", -1)
         if passes == self._passes[replica]:
             return
@@ -126,9 +133,13 @@ class BatchLoader:
         self.seconds_ahead = 0.0
 
     def use(self, plan: SamplePlan | None, seed: int) -> bool:
-        """Set the sample plan, and the seed of the job; return whether all loaded batches were dropped."""
-        # plan: None when the data are streams, which go on where they are. Those that are divided are opened again
-        # where this worker has another part of them now.
+        """Set the sample plan, and the seed of the job; return whether all loaded batches were dropped.
+
+        Those that are divided are opened again where this worker has another part of them now.
+
+        Args:
+            plan: None when the data are streams, which go on where they are.
+        """
         redivided = self._division != self._opened and _divides(self._models[0].data)
         self._opened = self._division
         dropped = plan is not None or self.places.plan is not None or redivided
@@ -158,8 +169,10 @@ class BatchLoader:
         return self._streams.places[0]
 
     def continue_streams(self, place: StreamPlace | None) -> bool:
-        """Set where the job is in its pass over streams that are opened from now on; None to begin them anew."""
-        # Return whether all loaded batches were dropped.
+        """Set where the job is in its pass over streams that are opened from now on; None to begin them anew.
+
+        Return whether all loaded batches were dropped.
+        """
         self._streams.places = [place] * len(self._models)
         dropped = place is None and self.places.plan is None
         if dropped:

@@ -18,9 +18,10 @@ from steepest.core.tensors.layout import Chunk
 
 @dataclass(slots=True)
 class StagedPush:
-    """One worker's staged gradient of one chunk, or the sum of several workers': ``unit / total * payload``."""
+    """One worker's staged gradient of one chunk, or the sum of several workers': ``unit / total * payload``.
 
-    # The payload must not change before it is applied.
+    The payload must not change before it is applied.
+    """
 
     workers: frozenset[int]  # that contribute
     payload: torch.Tensor | None  # flat bytes in the form of `codec`; None without any gradient
@@ -122,8 +123,11 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return the codec in whose form a gradient is, None for the chunk's own."""
-        # ProtocolError: its payload makes no sense.
+        """Return the codec in whose form a gradient is, None for the chunk's own.
+
+        Raises:
+            ProtocolError: its payload makes no sense.
+        """
 
     @abstractmethod
     def drop_mean(self) -> None:
@@ -131,8 +135,10 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def check(self, push: PushId) -> float:
-        """Return the sum of squares of a staged gradient, the mean over its samples."""
-        # Not finite if an element is not. 0 where squares are not computed.
+        """Return the sum of squares of a staged gradient, the mean over its samples.
+
+        Not finite if an element is not. 0 where squares are not computed.
+        """
 
     @abstractmethod
     def reduce(self, chosen: Iterable[PushId]) -> None:
@@ -148,8 +154,10 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, name of a parameter) of each NaN or infinity in some staged gradients, each once."""
-        # The worker is -1 where each gradient is finite and only their sum is not.
+        """Return (worker, name of a parameter) of each NaN or infinity in some staged gradients, each once.
+
+        The worker is -1 where each gradient is finite and only their sum is not.
+        """
 
     @abstractmethod
     def apply(

@@ -147,10 +147,16 @@ class Client:
     def ask(
         self, steps: int, stats: bool, rates: RateChanges = (), generation: int | None = None
     ) -> None:
-        """Ask the coordinator for more steps; each ends as one entry of `outcomes`, a request that it refuses too."""
-        # generation: the newest of which the caller knows, who may not have taken all outcomes; None for the client's.
-        # After the loss of a server or the coordinator the only entry is that loss. stats: whether results have loss,
-        # metrics and timings; rates: that hold instead of the schedule's.
+        """Ask the coordinator for more steps; each ends as one entry of `outcomes`, a request that it refuses too.
+
+        After the loss of a server or the coordinator the only entry is that loss.
+
+        Args:
+            generation: the newest of which the caller knows, who may not have taken all outcomes; None for
+                the client's.
+            stats: whether results have loss, metrics and timings.
+            rates: that hold instead of the schedule's.
+        """
         if self._failure is not None:
             while not self.outcomes.empty():  # results of earlier steps, which came after the loss
                 self.outcomes.get()
@@ -301,8 +307,10 @@ class Client:
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
-        """Have the coordinator give up a worker's life that is silent or cut off."""
-        # A WORKER_LOST follows in `outcomes`.
+        """Have the coordinator give up a worker's life that is silent or cut off.
+
+        A WORKER_LOST follows in `outcomes`.
+        """
         self._send(COORDINATOR, GiveUp(worker, life, why).pack())
 
     def counters(self) -> Future[Counters]:
@@ -322,8 +330,10 @@ class Client:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return memory of the vector that is read, or new, for a payload; None without a read."""
-        # See `Role.destination`.
+        """Return memory of the vector that is read, or new, for a payload; None without a read.
+
+        See `Role.destination`.
+        """
         read = self._reads.get(message.sequence)
         if read is None or (
             message.source is not None and message.source.index not in read.awaited

@@ -21,10 +21,13 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class GradientSum:
-    """A sum of the gradients of replicas and micro-batches (`count` in all), formed chunk by chunk."""
+    """A sum of the gradients of replicas and micro-batches (`count` in all), formed chunk by chunk.
 
-    # total: the flat vector (uint8, of the layout's size) in which the sum is formed; chunk_ready: called with each
-    # chunk when the last batch has completed it; copies: of gradients that lie on a GPU, None to wait for each.
+    Args:
+        total: the flat vector (uint8, of the layout's size) in which the sum is formed.
+        chunk_ready: called with each chunk when the last batch has completed it.
+        copies: of gradients that lie on a GPU, None to wait for each.
+    """
 
     def __init__(
         self,
@@ -82,8 +85,10 @@ class GradientSum:
         self._total += weight
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
-        """Take an entry's gradient, or its part in a chunk, see `steepest.core.models.protocol.Ready`."""
-        # A chunk is added when the last of its entries is here, and passed on then if this is the last batch.
+        """Take an entry's gradient, or its part in a chunk, see `steepest.core.models.protocol.Ready`.
+
+        A chunk is added when the last of its entries is here, and passed on then if this is the last batch.
+        """
         self._weight = weight
         if present and weight:
             self._present.add(entry)

@@ -26,10 +26,14 @@ def where_lent(message: Message, size: int) -> torch.Tensor:
 
 
 class ArrivingWeights:
-    """A reader's flat vector of weights, to which chunks are written as they arrive, and each one's version."""
+    """A reader's flat vector of weights, to which chunks are written as they arrive, and each one's version.
 
-    # reader: its name, for errors; vector: uint8, flat, of the layout's size, may be assigned another; wire_dtype: half
-    # precision in which float32 chunks may come; None for as they are; codec: the form in which their changes may come.
+    Args:
+        reader: its name, for errors.
+        vector: uint8, flat, of the layout's size, may be assigned another.
+        wire_dtype: half precision in which float32 chunks may come; None for as they are.
+        codec: the form in which their changes may come.
+    """
 
     def __init__(
         self,
@@ -71,8 +75,13 @@ class ArrivingWeights:
         return self._views[index][0]
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return memory of `size` bytes for an arriving WEIGHTS: in the vector where that can be."""
-        # None to drop an old chunk. ProtocolError: there is no such chunk, or it has another size.
+        """Return memory of `size` bytes for an arriving WEIGHTS: in the vector where that can be.
+
+        None to drop an old chunk.
+
+        Raises:
+            ProtocolError: there is no such chunk, or it has another size.
+        """
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
             raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
         view, address = self._views[message.chunk]
@@ -91,8 +100,11 @@ class ArrivingWeights:
         return view if self._on_host else where_lent(message, size)
 
     def receive(self, message: Message) -> Weights | None:
-        """Write an arrived chunk to the vector; return its fields, or None for one not newer."""
-        # ProtocolError: it is no WEIGHTS.
+        """Write an arrived chunk to the vector; return its fields, or None for one not newer.
+
+        Raises:
+            ProtocolError: it is no WEIGHTS.
+        """
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
         weights = Weights.unpack(message)
@@ -140,8 +152,10 @@ class ArrivingWeights:
         return self._layout.of_fragments(weights.fragments)
 
     def has(self, entry: int | None, key: Key) -> bool:
-        """Return whether a trainable parameter is here whole, at a generation and version or later."""
-        # None: all that the version changes.
+        """Return whether a trainable parameter is here whole, at a generation and version or later.
+
+        None: all that the version changes.
+        """
         chunks = self._layout.changed_by(key[1]) if entry is None else self._layout.chunks_of[entry]
         return all(self._newest[chunk] >= key for chunk in chunks)
 

@@ -376,8 +376,10 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """The number of batches that each replica computes for one gradient."""
-        # More than `accumulate` where a batch would otherwise have more samples than the models' batch size.
+        """The number of batches that each replica computes for one gradient.
+
+        More than `accumulate` where a batch would otherwise have more samples than the models' batch size.
+        """
         size, replicas = self.global_batch_size or 0, self.shares * self.devices_per_worker
         return max(self.accumulate, -(-size // (replicas * self.description.batch_size)))
 

@@ -29,8 +29,10 @@ _MOST_DIMENSIONS = 64
 
 
 def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of a record (see `ServerChunk.state`) for a `StateTensor` or `PutState`."""
-    # Its tensor is lent if it can be.
+    """Return the fields of a record (see `ServerChunk.state`) for a `StateTensor` or `PutState`.
+
+    Its tensor is lent if it can be.
+    """
     dtype, payload = (
         str(value.dtype).removeprefix("torch."),
         as_bytes(value) if value.numel() else None,
@@ -39,8 +41,11 @@ def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
 
 
 def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
-    """Return a record's tensor of its "dtype" and "shape": a view of its payload."""
-    # ProtocolError: that has another size.
+    """Return a record's tensor of its "dtype" and "shape": a view of its payload.
+
+    Raises:
+        ProtocolError: that has another size.
+    """
     dtype, shape = _form(about)
     size = 0 if payload is None else payload.numel()
     if math.prod(shape) * dtype.itemsize != size:

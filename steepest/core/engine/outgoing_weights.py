@@ -59,10 +59,11 @@ class SentChanges:
 
 
 class OutgoingWeights:
-    """What one server sends of its chunks, and the flat vectors in which it may lie. On the router's thread."""
+    """What one server sends of its chunks, and the flat vectors in which it may lie. On the router's thread.
 
-    # What is sent within a host is lent where it lies. Before weights change, `make_way` therefore returns other memory
-    # for the new ones where the old ones are being read, or has copies made of what has not been sent yet.
+    What is sent within a host is lent where it lies. Before weights change, `make_way` therefore returns other
+    memory for the new ones where the old ones are being read, or has copies made of what has not been sent yet.
+    """
 
     def __init__(
         self,
@@ -132,10 +133,17 @@ class OutgoingWeights:
         fragments: Sequence[int] | None = None,
         since: int | None = None,
     ) -> None:
-        """Send a reader a chunk at a generation and version, if it gets that from this server."""
-        # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
-        # skipped: the reader's last push was left out; fragments: of which it is sent chunks, None for that in turn;
-        # since: the version that the reader has; None for that before the last change.
+        """Send a reader a chunk at a generation and version, if it gets that from this server.
+
+        Opaque chunks are not sent.
+
+        Args:
+            sequence: the request's, or 0.
+            reload: all chunks are sent, frozen too.
+            skipped: the reader's last push was left out.
+            fragments: of which it is sent chunks, None for that in turn.
+            since: the version that the reader has; None for that before the last change.
+        """
         if held.is_opaque:
             return  # workers ask for what they need
         holders = self._holders[held.chunk.index]

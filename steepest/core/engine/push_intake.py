@@ -35,8 +35,10 @@ class EarlyPushes:
         self._counts: Counter[Peer] = Counter()
 
     def keep(self, source: Peer, pushed: Push | HostPush, workers: int) -> Push | HostPush | None:
-        """Keep a sender's push of a chunk for `workers` workers."""
-        # Return its oldest one, which is dropped, if there are too many.
+        """Keep a sender's push of a chunk for `workers` workers.
+
+        Return its oldest one, which is dropped, if there are too many.
+        """
         self._pushes.append((source, pushed))
         self._counts[source] += 1
         if self._counts[source] <= self._most * workers:

@@ -148,8 +148,12 @@ class PushPull:
     def ready(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> bool:
-        """Push a complete chunk of the gradient, see `ChunkReady`; return whether further ones are to come."""
-        # payload: must not change before the weights that come of the push are here; empty where there is no gradient.
+        """Push a complete chunk of the gradient, see `ChunkReady`; return whether further ones are to come.
+
+        Args:
+            payload: must not change before the weights that come of the push are here; empty where there is
+                no gradient.
+        """
         self._unpushed -= 1
         pushed = payload if unit and payload.numel() else None
         if pushed is not None and self._compressor is not None:
@@ -225,8 +229,11 @@ class PushPull:
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> Arrived:
-        """Take a message with weights; return what has come of it."""
-        # ProtocolError: the message is no WEIGHTS.
+        """Take a message with weights; return what has come of it.
+
+        Raises:
+            ProtocolError: the message is no WEIGHTS.
+        """
         weights = self._weights.receive(message)
         if weights is None:
             return NOTHING_YET

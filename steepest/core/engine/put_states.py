@@ -36,11 +36,15 @@ class _ArrivingPut:
 
 
 class PutStates:
-    """The states that clients have put on one server and that are not installed yet."""
+    """The states that clients have put on one server and that are not installed yet.
 
-    # index: for errors; send: sends as the server; make_way: called before a chunk's weights change; returns the memory
-    # for the new ones, or None for in place; checked: whether an optimizer step is tried before a state may be
-    # installed.
+    Args:
+        server: its index, for errors.
+        send: sends as the server.
+        make_way: called before a chunk's weights change; returns the memory for the new ones, or None for
+            in place.
+        checked: whether an optimizer step is tried before a state may be installed.
+    """
 
     def __init__(
         self,
@@ -65,8 +69,11 @@ class PutStates:
         return len(self._puts)
 
     def make_room(self, size: int) -> None:
-        """Check that there is room for a part of so many bytes; ProtocolError: all parts together are too large."""
-        # An optimizer's state may be many times as large as the weights. States of clients that are gone make room.
+        """Check that there is room for a part of so many bytes; ProtocolError: all parts together are too large.
+
+        An optimizer's state may be many times as large as the weights. States of clients that are gone make
+        room.
+        """
         dense = [held for held in self._chunks.values() if not held.is_opaque]
         most = _TIMES * sum(held.chunk.nbytes for held in dense) + _ALWAYS
         if self._held() + size > most:
@@ -110,9 +117,12 @@ class PutStates:
         self._lost.clear()
 
     def receive(self, source: Peer, message: Message) -> None:
-        """Keep a part of a state; answer its client, unless that state is installed already."""
-        # ProtocolError: a chunk or optimizer that is not here, no step can be taken from it, or too many states of one
-        # client.
+        """Keep a part of a state; answer its client, unless that state is installed already.
+
+        Raises:
+            ProtocolError: a chunk or optimizer that is not here, no step can be taken from it, or too many
+                states of one client.
+        """
         part = _PARTS[message.kind].unpack(message)
         if part.sequence <= self._installed.get(source, 0):
             return
@@ -174,9 +184,11 @@ class PutStates:
             self._chunks[index].try_state(parts[index])
 
     def install(self, client: Peer, sequence: int) -> bool:
-        """Install what a client has put under a request's number."""
-        # Return whether weights and optimizer state are all new. Weights being read stay as they are, in other memory;
-        # nothing changes if no part has come.
+        """Install what a client has put under a request's number.
+
+        Return whether weights and optimizer state are all new. Weights being read stay as they are, in other
+        memory; nothing changes if no part has come.
+        """
         put = self._puts.pop((client, sequence), None)
         if put is None:
             return False

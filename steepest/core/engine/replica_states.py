@@ -23,8 +23,12 @@ _OF_GENERATORS = (torch.uint32, torch.uint64)
 
 
 def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
-    """Return each replica's state, all with the same names."""
-    # call: calls a function of `Replicas` on all workers, with arguments for it, and returns the results by worker.
+    """Return each replica's state, all with the same names.
+
+    Args:
+        call: calls a function of `Replicas` on all workers, with arguments for it, and returns the results
+            by worker.
+    """
     states = [state for part in call(Replicas.states) for state in part]
     names = sorted(set().union(*states))
     if all(len(state) == len(names) for state in states):

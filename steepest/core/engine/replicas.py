@@ -254,8 +254,10 @@ class Replicas:
         self._first = other._first
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Give every model a state (see `Model.state`)."""
-        # It is set again when the first weights have come, which bring installed frozen parameters.
+        """Give every model a state (see `Model.state`).
+
+        It is set again when the first weights have come, which bring installed frozen parameters.
+        """
         self._first = state
         for model in self.models:
             model.load_state(state)
@@ -274,8 +276,10 @@ class Replicas:
         return found
 
     def renumber(self, share: WorkShare) -> None:
-        """Become another worker's replicas; the weights lie in memory of their own again."""
-        # `accumulate` changes only if it `varies`.
+        """Become another worker's replicas; the weights lie in memory of their own again.
+
+        `accumulate` changes only if it `varies`.
+        """
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
         self._take_numbers(share)
@@ -285,9 +289,11 @@ class Replicas:
             self._move(self._memory)
 
     def adopt(self, weights: torch.Tensor) -> bool:
-        """Use a vector of weights (uint8, flat) that other processes write, instead of this worker's own."""
-        # Return if it is used. The models may write to it, as they may to their own: that is private to this process,
-        # and undone when they have computed.
+        """Use a vector of weights (uint8, flat) that other processes write, instead of this worker's own.
+
+        Return if it is used. The models may write to it, as they may to their own: that is private to this
+        process, and undone when they have computed.
+        """
         if weights.data_ptr() == self.weights.data_ptr():
             return True
         if not make_writable(weights, whole_pages=self.layout.on_pages):
@@ -310,8 +316,10 @@ class Replicas:
         forget_writes(self.weights)
 
     def refuse_writes(self) -> None:
-        """Undo what models wrote to shared weights in a step."""
-        # ModelError names the first trained parameter among them.
+        """Undo what models wrote to shared weights in a step.
+
+        ModelError names the first trained parameter among them.
+        """
         if (changed := forget_writes(self.weights)) and (behind := self.trained_behind(changed[0])):
             raise ModelError(refusal(behind[0].name))
 
@@ -367,8 +375,11 @@ class Replicas:
         return self.weights.data_ptr() != self._memory.data_ptr()
 
     def weights_changed(self) -> None:
-        """Copy new weights to the devices; at home the models see them as they are."""
-        # With the first weights all replicas take the frozen parameters that were installed; later they keep their own.
+        """Copy new weights to the devices; at home the models see them as they are.
+
+        With the first weights all replicas take the frozen parameters that were installed; later they keep
+        their own.
+        """
         self._copy_to_devices()
         if self._first is not None:
             state, self._first = self._first, None
@@ -530,8 +541,11 @@ class Replicas:
         self.models[0].left_out()
 
     def decided(self, *, counts: bool, again: bool = False) -> None:
-        """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing."""
-        # again: whether it is not because it was given up, and is dealt out anew
+        """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing.
+
+        Args:
+            again: whether it is not because it was given up, and is dealt out anew.
+        """
 
     def settle(self, ledger: Sequence[int]) -> None:
         """Undo leased shares that are no part of servers' weights: they have changed nothing here.

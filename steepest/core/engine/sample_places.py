@@ -13,9 +13,11 @@ Place = tuple[int, int, int]
 
 
 class SamplePlaces:
-    """The places of one worker's batches: (number of the share, replica, micro-batch) each."""
+    """The places of one worker's batches: (number of the share, replica, micro-batch) each.
 
-    # With n shares in a step, share s is part ``s % n`` of step ``s // n``. Within a step: worker, device, micro-batch.
+    With n shares in a step, share s is part ``s % n`` of step ``s // n``. Within a step: worker, device,
+    micro-batch.
+    """
 
     def __init__(self, devices: int, shares: int, micros: int) -> None:
         self.shares, self.micros = shares, micros
@@ -52,8 +54,11 @@ class SamplePlaces:
     def indices(
         self, place: Place, plan: SamplePlan | None = None, *, of_epoch: bool = False
     ) -> Iterator[Indices]:
-        """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""
-        # of_epoch: up to the end of the place's epoch, otherwise without end
+        """Yield the samples of a replica's batches from that of a place on; nothing without a plan.
+
+        Args:
+            of_epoch: up to the end of the place's epoch, otherwise without end.
+        """
         plan = plan or self.plan
         if plan is None:
             return iter(())
@@ -80,8 +85,10 @@ class SamplePlaces:
         return [(number, replica, micro) for replica, count in counts for micro in range(count)]
 
     def share_of(self, place: Place, alone: Iterable[Place] | None) -> Share | None:
-        """Return a batch's samples and those of its update, that of batches `alone` or of the step."""
-        # None where data choose batches.
+        """Return a batch's samples and those of its update, that of batches `alone` or of the step.
+
+        None where data choose batches.
+        """
         if self.plan is None:
             return None
         step = self._step_size(place[0])

@@ -60,9 +60,11 @@ _DECISIONS: dict[MessageKind, type[Decision]] = {
 
 @dataclass(frozen=True)
 class RaisedUpdate:
-    """A committed update, to `version`, in which the optimizer raised: the server's chunks are of no version."""
+    """A committed update, to `version`, in which the optimizer raised: the server's chunks are of no version.
 
-    # error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
+    Attributes:
+        error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
+    """
 
     version: int
     error: str
@@ -79,8 +81,12 @@ class RaisedUpdate:
         return Failed(generation, 0, self.version, self.error, self.traceback, self.kind)
 
     def to_reader(self, at: tuple[int, int], sequence: int, *, open_to_all: bool) -> SnapshotEnd:
-        """Return what a reader at a generation and version is sent instead of weights."""
-        # open_to_all: readers hear of it from servers alone; a job's client has the traceback from the coordinator.
+        """Return what a reader at a generation and version is sent instead of weights.
+
+        Args:
+            open_to_all: readers hear of it from servers alone; a job's client has the traceback from the
+                coordinator.
+        """
         why = f"its optimizer raised in the update to version {self.version}: {self.error}"
         described: dict[str, Any] = described_by(self) if open_to_all else {}
         return SnapshotEnd(at[0], sequence, at[1], given_up=why, **described)
@@ -257,8 +263,10 @@ class Server:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return memory for a payload: new, a staging buffer, or where it is lent; None for a late push."""
-        # See `Role.destination`.
+        """Return memory for a payload: new, a staging buffer, or where it is lent; None for a late push.
+
+        See `Role.destination`.
+        """
         held = self.chunks.get(message.chunk)
         if message.kind is Kind.PUT_STATE:
             size = checked_state_size(message, size)
@@ -324,8 +332,11 @@ class Server:
         self._send(reader, end.pack())
 
     def carry_out(self, decision: Decision) -> None:
-        """Act on a decision, and remember it where chunks have copies."""
-        # ProtocolError: it cannot be, and nothing has changed.
+        """Act on a decision, and remember it where chunks have copies.
+
+        Raises:
+            ProtocolError: it cannot be, and nothing has changed.
+        """
         match decision:
             case CommitOrder():
                 began = self._now()
@@ -349,9 +360,11 @@ class Server:
             self.decisions.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Forget what a lost peer had begun; what the loss means is the coordinator's to decide."""
-        # The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each of its pushes that
-        # had arrived whole.
+        """Forget what a lost peer had begun; what the loss means is the coordinator's to decide.
+
+        The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each of its
+        pushes that had arrived whole.
+        """
         if peer.role == "client":  # others neither put nor read
             self._puts.lost(peer)
         if self._service is not None:

@@ -400,9 +400,14 @@ class ServerChunk(ChunkStore):
         return [of.get(id(parameter), -1) for parameter in self._parameters]
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Keep one record of the optimizer's state, see `state`; it takes effect with `end_state`."""
-        # value: its tensor, which becomes the optimizer's without a copy. ProtocolError: the record is none of this
-        # chunk.
+        """Keep one record of the optimizer's state, see `state`; it takes effect with `end_state`.
+
+        Args:
+            value: its tensor, which becomes the optimizer's without a copy.
+
+        Raises:
+            ProtocolError: the record is none of this chunk.
+        """
         parameter = self.check_state(about, value)
         if about["key"] == SENT:
             for own, view in zip(self._parameters, self._sent_views, strict=bool(self._sent_views)):

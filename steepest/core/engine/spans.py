@@ -104,8 +104,10 @@ class RecordsSpans(Protocol):
 
 
 def record_roles(router: Router, ring: SpanRing | None) -> None:
-    """Have the roles of a process record spans in a ring from now on, later ones too; None to record none."""
-    # Called on the router's thread.
+    """Have the roles of a process record spans in a ring from now on, later ones too; None to record none.
+
+    Called on the router's thread.
+    """
 
     def begin(peer: Peer, role: object) -> None:
         if isinstance(role, RecordsSpans):

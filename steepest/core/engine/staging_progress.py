@@ -29,11 +29,15 @@ class _StagedChunks:
 
 
 class StagingProgress:
-    """The number of staged chunks of each gradient, which says when it is whole on one server."""
+    """The number of staged chunks of each gradient, which says when it is whole on one server.
 
-    # Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere each push counts by
-    # itself: `count`. chunks: trainable chunks of the server; answers_for: those whose squares it reports (another
-    # server does for a copy).
+    Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere each push
+    counts by itself: `count`.
+
+    Args:
+        chunks: trainable chunks of the server.
+        answers_for: those whose squares it reports (another server does for a copy).
+    """
 
     def __init__(self, chunks: int, answers_for: Container[int]) -> None:
         self._chunks = chunks
@@ -66,8 +70,10 @@ class StagingProgress:
         return self._version.missing == 0
 
     def reduce(self, held: ChunkStore) -> Found | None:
-        """Form a chunk's mean of all members' pushes."""
-        # Return what the means of all chunks showed, if it was the last.
+        """Form a chunk's mean of all members' pushes.
+
+        Return what the means of all chunks showed, if it was the last.
+        """
         order = sorted(held.staged)
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)

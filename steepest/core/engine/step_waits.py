@@ -90,8 +90,11 @@ class StepWaits:
         self._now = system().now
 
     def arrive(self, entry: int | None) -> None:
-        """Wait, amid a step, for a parameter's weights, or all."""
-        # AbandonedError: a new generation, or the sender is lost.
+        """Wait, amid a step, for a parameter's weights, or all.
+
+        Raises:
+            AbandonedError: a new generation, or the sender is lost.
+        """
         if self.arriving is None and self.leased is None:
             return
         if self._has_come(entry):
@@ -138,9 +141,13 @@ class StepWaits:
         generators.go_on()
 
     def until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
-        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
-        # AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
-        # is PeerLostError.
+        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`.
+
+        Between two steps, in a user's function, a lost server is PeerLostError.
+
+        Raises:
+            AbandonedError: a new generation, or a server is lost.
+        """
         began, generators = self._now(), HeldGenerators()
         while not has_come():
             if self.superseded or self.failure is not None:
@@ -158,8 +165,10 @@ class StepWaits:
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:
-        """Run own code within the model's."""
-        # What it raises becomes AbandonedError, so that it is not reported as the model's.
+        """Run own code within the model's.
+
+        What it raises becomes AbandonedError, so that it is not reported as the model's.
+        """
         try:
             yield
         except AbandonedError:

@@ -39,8 +39,10 @@ class HostMap:
 
     @cached_property
     def aggregators(self) -> dict[int, tuple[int, ...]]:
-        """The workers of each aggregator, by its index: that of the host's first server, in whose process it is."""
-        # A host with a server and several workers has one.
+        """The workers of each aggregator, by its index: that of the host's first server, in whose process it is.
+
+        A host with a server and several workers has one.
+        """
         found: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
             workers = tuple(worker for worker, where in enumerate(self.workers) if where == host)

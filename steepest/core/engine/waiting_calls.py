@@ -46,8 +46,11 @@ class WaitingCalls:
         self._calls.append(call)
 
     def take_ready(self, generation: int, version: int, begins: int) -> list[WaitingCall]:
-        """Remove and return the calls that wait no longer."""
-        # `begins`: the version from which a step is to begin, or -1.
+        """Remove and return the calls that wait no longer.
+
+        Args:
+            begins: the version from which a step is to begin, or -1.
+        """
         if not self._calls:
             return []
         latest = max(version, begins)

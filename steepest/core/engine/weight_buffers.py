@@ -60,8 +60,10 @@ class WeightBuffers:
         )
 
     def free(self, start: int, stop: int) -> torch.Tensor:
-        """Return bytes [start, stop) of the first vector in which they are not in use."""
-        # Of a new one if there is none.
+        """Return bytes [start, stop) of the first vector in which they are not in use.
+
+        Of a new one if there is none.
+        """
         free = (
             i
             for i, buffer in enumerate(self._buffers)
@@ -80,8 +82,10 @@ class WeightBuffers:
         return self._commits % COMMITS == 0
 
     def moved(self, view: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
-        """Return the bytes [start, stop) to which a chunk's `view` should move, so that its vector can be freed."""
-        # They are of a vector needed since `shrink`; None if the chunk should stay where it is.
+        """Return the bytes [start, stop) to which a chunk's `view` should move, so that its vector can be freed.
+
+        They are of a vector needed since `shrink`; None if the chunk should stay where it is.
+        """
         needed = self._buffers[: self._needed]
         if any(buffer.has(view) for buffer in needed):
             return None

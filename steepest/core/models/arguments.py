@@ -106,8 +106,14 @@ def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:
 
 
 def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:
-    """Check that no embedding has sparse gradients, which would travel whole."""
-    # trained: the ids of the network's trained parameters. ModelError: one has.
+    """Check that no embedding has sparse gradients, which would travel whole.
+
+    Args:
+        trained: the ids of the network's trained parameters.
+
+    Raises:
+        ModelError: one has.
+    """
     for name, child in module.named_modules():
         has_rows = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         if has_rows and child.sparse and id(child.weight) in trained:
@@ -116,8 +122,11 @@ def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:
 
 
 def sparse_gradient(where: str, parameter: torch.Tensor) -> str:
-    """Return why a parameter's sparse gradient, (n, dim), is refused, and what to do."""
-    # `where`: its name, or its module's.
+    """Return why a parameter's sparse gradient, (n, dim), is refused, and what to do.
+
+    Args:
+        where: its name, or its module's.
+    """
     return (
         f"{where} has a sparse gradient, but parameters are sent whole: {parameter.nbytes:,} bytes "
         "from each worker in each step, whatever the batch; use steepest.Embedding or "

@@ -49,8 +49,10 @@ def own_loss(output: Any) -> torch.Tensor:
 
 
 def users_line() -> str:
-    """Return file, line and function of the innermost caller outside torch and steepest."""
-    # "?" if none (torch's threads).
+    """Return file, line and function of the innermost caller outside torch and steepest.
+
+    "?" if none (torch's threads).
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
         frame = frame.f_back  # type: ignore[assignment]
@@ -83,9 +85,15 @@ class Weighed(NamedTuple):
 
 
 def weigh(batch: Any, result: Any, share: Share | None, sums: bool = False) -> Weighed:
-    """Return what a batch's loss says, `result` being what `TorchModel.loss` returned."""
-    # share: numbers of samples, None where the batch must say how many; sums: losses are sums over the batch, without a
-    # weight of their own. ModelError: it is no loss, or it is not known of how many samples.
+    """Return what a batch's loss says, `result` being what `TorchModel.loss` returned.
+
+    Args:
+        share: numbers of samples, None where the batch must say how many.
+        sums: losses are sums over the batch, without a weight of their own.
+
+    Raises:
+        ModelError: it is no loss, or it is not known of how many samples.
+    """
     if isinstance(result, tuple) and (len(result) != 2 or sums):
         raise ModelError(
             f"the loss is a tuple of {len(result)}: "
@@ -115,8 +123,11 @@ def _checked(what: str, loss: Any) -> torch.Tensor:
 def with_parts(
     parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float], per: int
 ) -> dict[str, float]:
-    """Return metrics with losses by name, divided by `per` to be means."""
-    # ModelError: a metric has the name of a loss, or a loss is not named by a string.
+    """Return metrics with losses by name, divided by `per` to be means.
+
+    Raises:
+        ModelError: a metric has the name of a loss, or a loss is not named by a string.
+    """
     found = dict(metrics)
     for name, value in parts.items():
         if name in metrics or not isinstance(name, str):
@@ -128,9 +139,13 @@ def with_parts(
 
 
 def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:
-    """Return the number of samples in a batch; ModelError: it does not say how many."""
-    # share: numbers of samples, None where the data choose their own batches; weighed: the batch has a weight of its
-    # own, so that the number is only reported, and that of its last array, a target mostly, will do.
+    """Return the number of samples in a batch; ModelError: it does not say how many.
+
+    Args:
+        share: numbers of samples, None where the data choose their own batches.
+        weighed: the batch has a weight of its own, so that the number is only reported, and that of its
+            last array, a target mostly, will do.
+    """
     if share is not None:
         return share.samples
     if (count := _count(batch)) is not None:
@@ -204,10 +219,12 @@ _TRANSPARENT = (
 
 
 def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
-    """Return the operation that sums a batch's samples, so that the loss grows with them, and if that is sure."""
-    # It is for torch's loss functions, not for a `sum()`, which may be over something else; None for a mean, and for a
-    # batch of one. It looks at the graph from the loss to the first operations that reduce; where a division or product
-    # on the way may make a mean of a sum, nothing is found.
+    """Return the operation that sums a batch's samples, so that the loss grows with them, and if that is sure.
+
+    It is for torch's loss functions, not for a `sum()`, which may be over something else; None for a mean, and
+    for a batch of one. It looks at the graph from the loss to the first operations that reduce; where a
+    division or product on the way may make a mean of a sum, nothing is found.
+    """
     if samples < 2:
         return None
     nodes: list[Any] = [loss.grad_fn]

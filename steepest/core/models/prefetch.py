@@ -45,8 +45,10 @@ class Gates:
 
     @contextlib.contextmanager
     def forward(self, arrive: Arrive) -> Iterator[None]:
-        """Run a forward pass inside of this context."""
-        # `arrive` returns when the weights of an entry (None: of all) are here.
+        """Run a forward pass inside of this context.
+
+        `arrive` returns when the weights of an entry (None: of all) are here.
+        """
         if arrive is all_here:
             yield
             return

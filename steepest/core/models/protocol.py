@@ -99,8 +99,10 @@ class Computed:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics by name as plain floats (`as_number`), NaN and infinity as they are."""
-    # ModelError names what is no number.
+    """Return metrics by name as plain floats (`as_number`), NaN and infinity as they are.
+
+    ModelError names what is no number.
+    """
     if not isinstance(metrics, Mapping):
         raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
     found = {}
@@ -149,8 +151,11 @@ def validate_computed(computed: Any) -> Computed:
 
 
 def checked_weight(value: Any) -> float:
-    """Return a batch's weight as a float."""
-    # ModelError: it is negative, no number, or too large to be summed and squared.
+    """Return a batch's weight as a float.
+
+    Raises:
+        ModelError: it is negative, no number, or too large to be summed and squared.
+    """
     weight = as_number(value)
     if weight is None or not 0 <= weight <= _HEAVIEST:
         given = describe(value) if weight is None else weight

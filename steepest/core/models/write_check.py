@@ -70,8 +70,10 @@ class WriteCheck:
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
-        """Run a pass inside of this context."""
-        # Undo, as far as values are known, what it wrote to parameters, and raise ModelError.
+        """Run a pass inside of this context.
+
+        Undo, as far as values are known, what it wrote to parameters, and raise ModelError.
+        """
         values = self._values
         before = values.clone() if self.compares else None
         self._passes += 1
@@ -89,8 +91,10 @@ class WriteCheck:
             raise ModelError(refusal(found) + ("" if before is not None else _NOT_UNDONE))
 
     def reseat(self) -> str | None:
-        """Put parameters that lie elsewhere, or have others in their places, where they belong."""
-        # Return the first's name, or None.
+        """Put parameters that lie elsewhere, or have others in their places, where they belong.
+
+        Return the first's name, or None.
+        """
         if (name := self._find([p._version for p in self._parameters], None)) is not None:
             self._put_back()
         return name

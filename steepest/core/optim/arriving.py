@@ -25,9 +25,14 @@ class ArrivingState:
 def arriving_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], spec: OptimizerSpec
 ) -> ArrivingState | None:
-    """Return the state with which a user's optimizer arrives; None for one that has taken no step."""
-    # names: of the trained parameters, by `id(parameter)`. ConfigurationError: it cannot be carried, or is not that of
-    # its parameters.
+    """Return the state with which a user's optimizer arrives; None for one that has taken no step.
+
+    Args:
+        names: of the trained parameters, by `id(parameter)`.
+
+    Raises:
+        ConfigurationError: it cannot be carried, or is not that of its parameters.
+    """
     found: dict[str, torch.Tensor] = {}
     plain: list[str] = []
     for index, group in enumerate(optimizer.param_groups):

@@ -14,8 +14,11 @@ from steepest.validation import require_count
 
 
 def check_scheduler(scheduler: Any, what: str) -> None:
-    """Check that a scheduler depends on the step alone; `what` begins the error's message about what is none."""
-    # ConfigurationError: it is no scheduler of torch's, or needs a metric.
+    """Check that a scheduler depends on the step alone; `what` begins the error's message about what is none.
+
+    Raises:
+        ConfigurationError: it is no scheduler of torch's, or needs a metric.
+    """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             f"{type(scheduler).__name__} needs a metric: give steepest.ReduceOnPlateau to "

@@ -97,8 +97,11 @@ def check_packed(value: torch.Tensor) -> None:
 
 
 def unpack(packed: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, Any]:
-    """Return values by key, as before `pack`, with tensors not copied."""
-    # ValueError: parts are missing, or make no sense.
+    """Return values by key, as before `pack`, with tensors not copied.
+
+    Raises:
+        ValueError: parts are missing, or make no sense.
+    """
     found: dict[str, Any] = {}
     used: set[str] = set()
     for key, (tensor, plain) in packed.items():

@@ -122,9 +122,11 @@ class _Trial:
         return True
 
     def changed(self) -> frozenset[str]:
-        """Return the keys of what steps changed beside parameters and their state."""
-        # TypeError says what cannot be carried. Afterwards `elementwise` also says whether state can be split with its
-        # parameter.
+        """Return the keys of what steps changed beside parameters and their state.
+
+        TypeError says what cannot be carried. Afterwards `elementwise` also says whether state can be split
+        with its parameter.
+        """
         optimizer, found = self.whole.optimizer, set[str]()
         for group, (before, now) in enumerate(zip(self._before, self._own(), strict=True)):
             keys = {key for key, value in now.items() if not same(before.get(key), value)}

@@ -45,8 +45,11 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @classmethod
     def of(cls, optimizers: Sequence[Any]) -> SeveralOptimizers:
-        """Return optimizers that a user made as one."""
-        # ConfigurationError: one is none, or two have the same parameter.
+        """Return optimizers that a user made as one.
+
+        Raises:
+            ConfigurationError: one is none, or two have the same parameter.
+        """
         makers, groups, seen = [], [], set[int]()
         for index, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, torch.optim.Optimizer):

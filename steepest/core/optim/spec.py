@@ -383,9 +383,12 @@ class Schedule:
         self._by_optimizer: set[str] = set()  # what the optimizer's own step has changed
 
     def at(self, step: int) -> list[Hyperparameters]:
-        """Return the hyperparameters of a step that differ from the recipe's, by group."""
-        # ConfigurationError: no finite learning rate, one that needs more than the step, or changes that fit into no
-        # message; also what the user's schedule raises.
+        """Return the hyperparameters of a step that differ from the recipe's, by group.
+
+        Raises:
+            ConfigurationError: no finite learning rate, one that needs more than the step, or changes that
+                fit into no message; also what the user's schedule raises.
+        """
         spec, step = self._spec, self._count(step)
         if spec.learning_rate is not None:
             rate = spec.learning_rate(step)
@@ -457,8 +460,10 @@ class Schedule:
             self._by_optimizer |= {k for k, v in group.items() if old.get(k) is not v}
 
     def state(self) -> ScheduleState | None:
-        """Return JSON-able state of `MOST_BYTES` at most, from which `load_state` continues."""
-        # None: it cannot be carried.
+        """Return JSON-able state of `MOST_BYTES` at most, from which `load_state` continues.
+
+        None: it cannot be carried.
+        """
         if not self._spec.schedule_id or self._scheduler is None or self._optimizer is None:
             return None
         groups = []

@@ -129,8 +129,10 @@ class CommitState:
         self.logged = version if self._witnessed else math.inf
 
     def install(self, install: Install, joined: Collection[int]) -> None:
-        """Continue from a client's version, ledger, counters and schedule; what it lacks begins anew."""
-        # Staged pushes stay until the next generation begins.
+        """Continue from a client's version, ledger, counters and schedule; what it lacks begins anew.
+
+        Staged pushes stay until the next generation begins.
+        """
         self.version = install.version
         self.logged = self.version if self._witnessed else math.inf
         first = self.step * self.pushes_per_step  # the first share of that step
@@ -147,8 +149,11 @@ class CommitState:
         self.history.forget_log()
 
     def confirm(self, version: int) -> None:
-        """Let clients learn of the commits up to a version, which another process knows."""
-        # ProtocolError: not committed.
+        """Let clients learn of the commits up to a version, which another process knows.
+
+        Raises:
+            ProtocolError: not committed.
+        """
         if version > self.version:
             raise ProtocolError(f"LOGGED of version {version}, the last is {self.version}")
         self.logged = max(self.logged, version)
@@ -159,8 +164,11 @@ class CommitState:
         return not self.schedule_behind
 
     def to_servers(self, decision: Decision) -> Outgoing:
-        """Return a decision as messages for every server."""
-        # Where servers remember decisions it gets its number and what another coordinator would need to go on from it.
+        """Return a decision as messages for every server.
+
+        Where servers remember decisions it gets its number and what another coordinator would need to go on
+        from it.
+        """
         if self._witnessed:
             self._decisions += 1
             due = isinstance(decision, CommitOrder) and self.version % SCHEDULE_EVERY == 0

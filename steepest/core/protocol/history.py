@@ -55,9 +55,13 @@ class CommitHistory:
     def add_timings(
         self, worker: int, timings: Mapping[str, float], step: int, shares: int = 1
     ) -> None:
-        """Update a worker's pace, and whether it is a straggler."""
-        # timings: seconds by part of its push, which is of so many shares; without "compute" nothing changes; step:
-        # that the push is of.
+        """Update a worker's pace, and whether it is a straggler.
+
+        Args:
+            timings: seconds by part of its push, which is of so many shares; without "compute" nothing
+                changes.
+            step: that the push is of.
+        """
         if (seconds := timings.get("compute")) is not None:
             seconds /= shares
             before = self.paces.get(worker)

@@ -46,13 +46,20 @@ class Membership(Protocol):
         """The version up to which steps are granted; the present version when none is."""
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
-        """Act on a message about membership or steps; return the messages to send."""
-        # ProtocolError: none for this membership. A request of a client arrives here once, however often the client
-        # sent it.
+        """Act on a message about membership or steps; return the messages to send.
+
+        A request of a client arrives here once, however often the client sent it.
+
+        Raises:
+            ProtocolError: none for this membership.
+        """
 
     def report(self, source: Peer, message: Message) -> bool:
-        """Stage the report of a push; return whether it may complete one."""
-        # ProtocolError: it contradicts what is known.
+        """Stage the report of a push; return whether it may complete one.
+
+        Raises:
+            ProtocolError: it contradicts what is known.
+        """
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """Act on the loss of a peer, whose channel closed for `reason`; return the messages to send."""

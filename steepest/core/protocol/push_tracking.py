@@ -55,8 +55,10 @@ class Staging(ABC):
 
     @abstractmethod
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Remove the incomplete pushes of a worker's process that is no member any more; return them."""
-        # Also whether the worker has a complete one, which may still be committed.
+        """Remove the incomplete pushes of a worker's process that is no member any more; return them.
+
+        Also whether the worker has a complete one, which may still be committed.
+        """
 
     @abstractmethod
     def clear(self) -> None:
@@ -220,8 +222,11 @@ class StagedEach(Staging):
         self._closing: dict[int, set[int | None]] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push, see `Staging.report`; of a closed push it is ignored."""
-        # ProtocolError: too many other pushes of the worker are not complete.
+        """Add the report of a push, see `Staging.report`; of a closed push it is ignored.
+
+        Raises:
+            ProtocolError: too many other pushes of the worker are not complete.
+        """
         if push not in self._closed:
             self._track(push).report = report
             self._check_complete(push)
@@ -243,8 +248,11 @@ class StagedEach(Staging):
         return push in self._closed
 
     def staged(self, server: int, staged: PushStaged) -> None:
-        """Add that a server has staged all of a push; of a closed push it is ignored."""
-        # ProtocolError: too many other pushes of the worker are not complete.
+        """Add that a server has staged all of a push; of a closed push it is ignored.
+
+        Raises:
+            ProtocolError: too many other pushes of the worker are not complete.
+        """
         push = staged.push
         if push not in self._closed:
             self._track(push).servers[server] = staged
@@ -294,9 +302,14 @@ class StagedEach(Staging):
         return reports
 
     def abandon(self, worker: int, server: int | None) -> list[PushId]:
-        """Close and return the pushes that a user cannot complete, as one of its channels closed."""
-        # server: the other end of the channel, None for the coordinator. The user is forgotten when all its channels
-        # are closed; until then messages about its pushes may still arrive from other processes.
+        """Close and return the pushes that a user cannot complete, as one of its channels closed.
+
+        The user is forgotten when all its channels are closed; until then messages about its pushes may still
+        arrive from other processes.
+
+        Args:
+            server: the other end of the channel, None for the coordinator.
+        """
         if server is not None and server not in self.holding:
             return []
         closing = self._closing.setdefault(worker, set())

@@ -86,9 +86,11 @@ class _Busy:
 
 
 class Leases:
-    """Which share each worker computes, and how many pushes each has made. Pure."""
+    """Which share each worker computes, and how many pushes each has made. Pure.
 
-    # rule: decides which workers may begin another push.
+    Args:
+        rule: decides which workers may begin another push.
+    """
 
     def __init__(self, rule: CommitRule, members: Collection[int]) -> None:
         self.ledger = Ledger()
@@ -133,9 +135,14 @@ class Leases:
         *,
         ahead: bool = False,
     ) -> list[tuple[int, range, range]]:
-        """Lease free shares to idle joined workers, slowest first; return (worker, shares, next shares)."""
-        # most: how many shares may be out, perhaps infinity; now: in seconds on the caller's clock; wanted: how many a
-        # worker gets at most; ahead: whether workers get their next ones, too, while there are enough for all.
+        """Lease free shares to idle joined workers, slowest first; return (worker, shares, next shares).
+
+        Args:
+            most: how many shares may be out, perhaps infinity.
+            now: in seconds on the caller's clock.
+            wanted: how many a worker gets at most.
+            ahead: whether workers get their next ones, too, while there are enough for all.
+        """
         leased = []
         # a copy at each push of a thousand workers would take longer than all else here
         clocks = (
@@ -228,8 +235,11 @@ class Leases:
             self.free(self._end(worker))
 
     def clear(self, joined: Iterable[int], version: int) -> None:
-        """End all leases, whose shares are free, as a generation begins."""
-        # joined: the workers that take part, which are sent the weights of `version`.
+        """End all leases, whose shares are free, as a generation begins.
+
+        Args:
+            joined: the workers that take part, which are sent the weights of `version`.
+        """
         for worker in [*self._busy]:
             self.leave(worker)
         for worker in [*self._ahead]:
@@ -237,16 +247,20 @@ class Leases:
         self.sent = dict.fromkeys(joined, version)
 
     def overdue(self, now: float, timeout: float) -> list[int]:
-        """Return the workers with leases `timeout` seconds old or older of shares that nobody else may have."""
-        # One from before the first call begins then.
+        """Return the workers with leases `timeout` seconds old or older of shares that nobody else may have.
+
+        One from before the first call begins then.
+        """
         for busy in self._busy.values():
             busy.since = min(busy.since, now)
         held = ((worker, busy.since) for worker, busy in self._busy.items() if not busy.is_free)
         return [worker for worker, since in held if now - since >= timeout]
 
     def behind(self, workers: Iterable[int], version: int) -> list[int]:
-        """Return which workers were sent no weights of `version` or newer."""
-        # The caller sends them: they count as sent.
+        """Return which workers were sent no weights of `version` or newer.
+
+        The caller sends them: they count as sent.
+        """
         found = [worker for worker in workers if self.sent[worker] < version]
         self.sent |= dict.fromkeys(found, version)
         return found

@@ -53,8 +53,12 @@ class OpenStep:
 def summarize(
     reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool
 ) -> dict[str, Any]:
-    """Return a `Result`'s fields: loss and metrics, by samples; with `stats` mean timings in seconds."""
-    # reports: of each push, with its staleness in versions; norms: of each version's gradient; None if unknown.
+    """Return a `Result`'s fields: loss and metrics, by samples; with `stats` mean timings in seconds.
+
+    Args:
+        reports: of each push, with its staleness in versions.
+        norms: of each version's gradient; None if unknown.
+    """
     pushes = [report for report, _ in reports]
     summary: dict[str, Any] = {
         "staleness": [staleness for _, staleness in reports],

@@ -94,8 +94,10 @@ class Recycler:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed memory for later allocations; return whether this C library can."""
-    # The process then stays as large as it ever was. Threads that start later share the main arena.
+    """Have glibc keep freed memory for later allocations; return whether this C library can.
+
+    The process then stays as large as it ever was. Threads that start later share the main arena.
+    """
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)

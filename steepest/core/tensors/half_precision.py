@@ -53,8 +53,10 @@ def narrow(values: torch.Tensor, wire: torch.dtype, out: torch.Tensor) -> bool:
 
 
 def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Return, as new bytes, the values that a receiver gets of a narrow chunk: float32 as flat bytes, 4 n."""
-    # Those of `values` where they do not fit into the dtype `wire`.
+    """Return, as new bytes, the values that a receiver gets of a narrow chunk: float32 as flat bytes, 4 n.
+
+    Those of `values` where they do not fit into the dtype `wire`.
+    """
     half = torch.empty(values.numel() // 2, dtype=torch.uint8)
     return (
         half.view(wire).float().view(torch.uint8) if narrow(values, wire, half) else values.clone()

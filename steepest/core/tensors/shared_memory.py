@@ -67,8 +67,11 @@ class Segment(mmap.mmap):
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Return a segment of zeros, whose pages are taken as they are touched."""
-        # OSError: descriptors or memory ran out.
+        """Return a segment of zeros, whose pages are taken as they are touched.
+
+        Raises:
+            OSError: descriptors or memory ran out.
+        """
         descriptor = os.memfd_create("steepest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, nbytes)
@@ -385,10 +388,14 @@ class Lender:
         self._doubts: dict[int, tuple[int, bytes, Memory]] = {}
 
     def lend(self, payload: Memory, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
-        """Lend a flat uint8 payload; return the notice that says where, empty if it has to be sent."""
-        # A payload outside of shared memory is copied there. to_pass: segments whose descriptors go with the notice,
-        # new ones are appended; header: returns the message's header, for the case that the payload has to be sent
-        # after all.
+        """Lend a flat uint8 payload; return the notice that says where, empty if it has to be sent.
+
+        A payload outside of shared memory is copied there.
+
+        Args:
+            to_pass: segments whose descriptors go with the notice, new ones are appended.
+            header: returns the message's header, for the case that the payload has to be sent after all.
+        """
         if not self._free or len(self._kept) >= self._collect_at:
             self.collect()
             self._collect_at = max(_MANY_KEPT, 2 * len(self._kept))
@@ -441,8 +448,13 @@ class Lender:
             self._lending._doubting.discard(self)
 
     def take_back(self, slot: int) -> tuple[bytes, Memory]:
-        """Return the header and payload of a lent message that the reader cannot map."""
-        # Nothing more is lent from its segment. ProtocolError: nothing is lent in that slot, or it was mapped.
+        """Return the header and payload of a lent message that the reader cannot map.
+
+        Nothing more is lent from its segment.
+
+        Raises:
+            ProtocolError: nothing is lent in that slot, or it was mapped.
+        """
         if slot not in self._doubts:
             raise ProtocolError("a payload is wanted again that was not lent, or was mapped")
         number, header, payload = self._doubts.pop(slot)

@@ -102,8 +102,10 @@ class Transport(Protocol):
         """Whether what goes to other hosts is encrypted."""
 
     def poll(self, timeout: float) -> list[TransportEvent]:
-        """Move bytes both ways."""
-        # Return the events since the last call, oldest first, or wait `timeout` seconds for one.
+        """Move bytes both ways.
+
+        Return the events since the last call, oldest first, or wait `timeout` seconds for one.
+        """
 
     def pump(self) -> None:
         """Send the queued bytes that channels take now, without waiting."""

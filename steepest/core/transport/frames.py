@@ -56,9 +56,13 @@ def buffer_of(payload: Memory) -> memoryview:
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
-    """Return the header and named values of a message, with a notice of where a lent payload lies, or none."""
-    # The bytes of a payload that is not lent follow on the stream, from where they lie in memory. MessageTooLargeError:
-    # its named values take more than `MAX_META` bytes.
+    """Return the header and named values of a message, with a notice of where a lent payload lies, or none.
+
+    The bytes of a payload that is not lent follow on the stream, from where they lie in memory.
+
+    Raises:
+        MessageTooLargeError: its named values take more than `MAX_META` bytes.
+    """
     source, target = message.source, message.target
     assert source is not None
     assert target is not None
@@ -93,9 +97,13 @@ def encode_meta(message: Message) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
-    """Return a message without named values and payload, and their sizes in bytes."""
-    # A lent one's with the bit `_LENT`. ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the
-    # limits.
+    """Return a message without named values and payload, and their sizes in bytes.
+
+    A lent one's with the bit `_LENT`.
+
+    Raises:
+        ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
+    """
     (magic, protocol, kind, source_role, source_index, target_role, target_index, generation,
      incarnation, sequence, version, chunk, weight, total, meta_size,
      payload_size) = HEADER.unpack_from(data)  # fmt: skip

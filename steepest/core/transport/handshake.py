@@ -107,10 +107,17 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
 
 
 def secure(sock: socket.socket, tls: Encryption, deadline: float) -> EncryptedSocket:
-    """Return a connected socket under TLS, or close it; blocks until the acceptor has answered."""
-    # deadline: on the clock of `time.monotonic`, in seconds; TimeoutError after it. AuthenticationError: one end does
-    # not accept the other's certificate; ProtocolError: the other end does not speak TLS; BusyError: the acceptor needs
-    # the place for another connection; OSError: the connection broke.
+    """Return a connected socket under TLS, or close it; blocks until the acceptor has answered.
+
+    Args:
+        deadline: on the clock of `time.monotonic`, in seconds; TimeoutError after it.
+
+    Raises:
+        AuthenticationError: one end does not accept the other's certificate.
+        ProtocolError: the other end does not speak TLS.
+        BusyError: the acceptor needs the place for another connection.
+        OSError: the connection broke.
+    """
     with contextlib.ExitStack() as closing:
         closing.callback(sock.close)
         said = _receive_exactly(sock, len(_SPEAKS_TLS), deadline)

@@ -192,8 +192,10 @@ class Router:
         return self._channels.get(peer)
 
     def sender(self, source: Peer) -> Send:
-        """Return the function by which a role sends; it never blocks."""
-        # A message for a role in this process is queued; one for a peer without a channel is dropped.
+        """Return the function by which a role sends; it never blocks.
+
+        A message for a role in this process is queued; one for a peer without a channel is dropped.
+        """
 
         def send(target: Peer, message: Message) -> None:
             message.source, message.target = source, target
@@ -512,8 +514,10 @@ class Router:
             self._thread.join(timeout)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have a function run on the router's thread; return its future. Any thread may do this."""
-        # ShutdownError if `stop` was called before it ran.
+        """Have a function run on the router's thread; return its future. Any thread may do this.
+
+        ShutdownError if `stop` was called before it ran.
+        """
         future: Future[T] = Future()
 
         def run() -> None:

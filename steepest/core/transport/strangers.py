@@ -103,8 +103,10 @@ def one_of_a_crowd(origins: Mapping[T, str]) -> T:
 
 
 def origin_of(sock: socket.socket, address: object) -> tuple[str, bool]:
-    """Return a connection's origin, a user of the host or an address, and whether that is another user of the host."""
-    # IPv6 addresses of one network of 64 bits are one origin.
+    """Return a connection's origin, a user of the host or an address, and whether that is another user of the host.
+
+    IPv6 addresses of one network of 64 bits are one origin.
+    """
     if sock.family == socket.AF_UNIX:
         uid = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
