@@ -41,97 +41,26 @@ class _LoadedBatch(NamedTuple):
     generators: States
 
 
-class LookAhead:
-    """The batches of the next shares of one worker."""
-
-    # shares: that are looked at before the present one is computed; 0: the next one, once that is pushed; step: from
-    # one share to its next; load: seeds the generators as for a place's batch, and returns it; called in the order of
-    # places.
-
-    def __init__(
-        self,
-        rows: RowExchange,
-        shares: int,
-        load: Callable[[Place], Any],
-        places: Callable[[int], list[Place]],
-        step: int,
-    ) -> None:
-        self._rows = rows
-        self._shares = shares
-        self._load = load
-        self._places = places
-        self._step = step
-        self._loaded: dict[Place, _LoadedBatch | BaseException] = {}
-        self._is_told = False
-
-    def forget(self) -> None:
-        """Forget all batches: the plan of the samples is another one."""
-        self._loaded.clear()
-        self._rows.forget_looked_at()
-
-    def take(self, place: Place) -> Any:
-        """Return the batch of a place, with the generators as they are after loading it."""
-        # Raise what loading it ahead raised.
-        kept = self._loaded.pop(place, None)
-        if kept is None:
-            return self._load(place)
-        if isinstance(kept, BaseException):
-            raise kept
-        restore(kept.generators)
-        return kept.batch
-
-    def before(self, number: int, models: tuple[TableModel, ...]) -> None:
-        """Look at the shares after one that is about to be computed."""
-        if self._shares and self._rows.lookups:
-            numbers = [number + ahead * self._step for ahead in range(self._shares + 1)]
-            self._look(numbers, models, skip=number)
-
-    def after(self, number: int, models: tuple[TableModel, ...]) -> None:
-        """Look at the share after one that has been computed; its rows are of the next version."""
-        if not self._shares and self._rows.lookups:
-            self._look([number + self._step], models, skip=number)
-
-    def _look(self, numbers: list[int], models: tuple[TableModel, ...], skip: int) -> None:
-        """Load the batches of some shares, and ask for the rows of all but one share."""
-        # Errors are raised later: the data's by `take`, the forward pass' by the pass itself.
-        for place in (place for number in numbers for place in self._places(number)):
-            if place in self._loaded:
-                continue
-            try:
-                batch = self._load(place)
-            except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
-                self._loaded[place] = error
-                return
-            self._loaded[place] = _LoadedBatch(batch, states())
-            if place[0] != skip:
-                self._look_at(place, batch, models[place[1]])
-
-    def _look_at(self, place: Place, batch: Any, model: TableModel) -> None:
-        """Ask for the rows of a batch."""
-        try:
-            look = partial(model.look_ahead, batch)
-            self._rows.look(place, look, later=not self._shares)
-        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
-            log.log(
-                logging.DEBUG if self._is_told else logging.WARNING,
-                "the rows of a batch were not asked for beforehand: %s: %s",
-                type(error).__name__, error,
-            )  # fmt: skip
-            self._is_told = True
-
-
 class RowCompanion(Companion):
-    """Gives models their rows, and has the rows of batches on their way before these are computed."""
+    """Gives models their rows, and has the rows of batches on their way before these are computed.
 
-    # shares: see `LookAhead`; None to ask for rows in the step alone; step: from one share to its next.
+    A model's forward pass over a batch that is computed later is run up to its last look-up of rows, which are asked
+    for and not awaited. Where the pass itself then asks for the same rows, in the same order, they are those that
+    have come meanwhile; otherwise they are pulled then.
+
+    Args:
+        rows: that models use.
+        shares: how many shares are looked at before the present one is computed; 0: the next one, once that is
+            pushed; None: rows are asked for in the step alone.
+        step: from one share of the worker to its next.
+    """
 
     def __init__(self, rows: RowExchange, shares: int | None, step: int) -> None:
         self.takes_ahead = shares is not None
-        self._rows = rows
-        self._shares = shares
-        self._step = step
+        self._rows, self._shares, self._step = rows, shares, step
         self._models: tuple[TableModel, ...] = ()
-        self._ahead: LookAhead | None = None
+        self._loaded: dict[Place, _LoadedBatch | BaseException] = {}
+        self._is_told = False
 
     def attach(
         self,
@@ -141,26 +70,37 @@ class RowCompanion(Companion):
     ) -> None:
         """Have models use the rows of this worker."""
         self._models = tuple(cast(TableModel, model) for model in models)
-        if self._shares is not None:
-            self._ahead = LookAhead(self._rows, self._shares, load, places, self._step)
+        self._load, self._places = load, places
         for model in self._models:
             model.use_rows(self._rows)
 
     def forget(self) -> None:
-        """Forget batches that were looked at."""
-        if self._ahead is not None:
-            self._ahead.forget()
+        """Forget batches that were looked at: the plan of the samples is another one."""
+        self._loaded.clear()
+        self._rows.forget_looked_at()
 
     def begin_share(self, places: Sequence[Place], ready: ChunkReady) -> None:
         """Ask for rows of shares to come, then push gradients of the step before."""
         # In this order: the small requests would wait behind the gradients.
-        if self._ahead is not None and places:
-            self._ahead.before(places[0][0], self._models)
+        if self._shares and places and self._rows.lookups:
+            number = places[0][0]
+            numbers = [number + ahead * self._step for ahead in range(self._shares + 1)]
+            self._look(numbers, skip=number)
         self._rows.begin_share(ready)
 
     def take(self, place: Place, load: Callable[[Place], Any]) -> Any:
-        """Return the batch of a place, perhaps one that was looked at."""
-        return load(place) if self._ahead is None else self._ahead.take(place)
+        """Return the batch of a place, with the generators as they are after loading it.
+
+        Raises:
+            BaseException: what loading it ahead raised.
+        """
+        loaded = self._loaded.pop(place, None)
+        if loaded is None:
+            return load(place)
+        if isinstance(loaded, BaseException):
+            raise loaded
+        restore(loaded.generators)
+        return loaded.batch
 
     def begin_batch(self, place: Place) -> None:
         """Begin the forward pass over a batch, whose rows may have been asked for already."""
@@ -175,9 +115,9 @@ class RowCompanion(Companion):
         self._rows.end_share(ready, updates)
 
     def look_ahead(self, number: int) -> None:
-        """Look at the share after one whose gradient is pushed."""
-        if self._ahead is not None:
-            self._ahead.after(number, self._models)
+        """Look at the share after one whose gradient is pushed; its rows are of the next version."""
+        if self._shares == 0 and self._rows.lookups:
+            self._look([number + self._step], skip=number)
 
     def squares(self) -> float:
         """Return the sum of the squares of the rows' mean gradient over the batches since `scale`."""
@@ -196,3 +136,31 @@ class RowCompanion(Companion):
             yield
         finally:
             with_rows.use_rows(self._rows)
+
+    def _look(self, numbers: list[int], skip: int) -> None:
+        """Load the batches of some shares, and ask for the rows of all but one share."""
+        # Errors are raised later: the data's by `take`, the forward pass' by the pass itself.
+        for place in (place for number in numbers for place in self._places(number)):
+            if place in self._loaded:
+                continue
+            try:
+                batch = self._load(place)
+            except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
+                self._loaded[place] = error
+                return
+            self._loaded[place] = _LoadedBatch(batch, states())
+            if place[0] != skip:
+                self._look_at(place, batch, self._models[place[1]])
+
+    def _look_at(self, place: Place, batch: Any, model: TableModel) -> None:
+        """Ask for the rows of a batch."""
+        try:
+            look = partial(model.look_ahead, batch)
+            self._rows.look(place, look, later=not self._shares)
+        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
+            log.log(
+                logging.DEBUG if self._is_told else logging.WARNING,
+                "the rows of a batch were not asked for beforehand: %s: %s",
+                type(error).__name__, error,
+            )  # fmt: skip
+            self._is_told = True
