@@ -527,10 +527,10 @@ class LocalReplicas(Replicas):
 
     def _update(self, at: int, step: int) -> None:
         """Apply the gradients that are kept, as update number `at`, which is one of step `step`."""
-        clip = self.clip or self._clip_norm
+        clip = self.models[0].clip_step or self._clip_norm
         if clip is not None:
             self._clip(clip)
-        said = self.hyper
+        said = self.models[0].hyper
         changed = with_rates(self._schedule.at(at) if said is None else said, self.rates, step)
         hyper = self._spec.hyperparameters(changed)
         for held in self._held.values():

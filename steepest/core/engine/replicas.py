@@ -329,16 +329,6 @@ class Replicas:
         return sorted(behind, key=lambda entry: entry.offset)
 
     @property
-    def hyper(self) -> list[dict[str, Any]] | None:
-        """The hyperparameters of the last gradient's update, where a model says them; see `Model`."""
-        return self.models[0].hyper
-
-    @property
-    def clip(self) -> float | None:
-        """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
-        return self.models[0].clip_step
-
-    @property
     def said(self) -> dict[str, Any]:
         """What a model says of the last gradient's update, as the fields of a `Report`: asked for in each step."""
         model = self.models[0]
@@ -346,18 +336,15 @@ class Replicas:
             "hyper": model.hyper,
             "clip": model.clip_step,
             "digest": model.digest,
+            "notes": model.notes,
             "overflowed": model.overflowed,  # whether the update is to be left out
         }
 
     def require_norm(self) -> None:
         """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""
-        if not self._knows_norms and (greatest := self.clip) is not None:
+        greatest = self.models[0].clip_step
+        if not self._knows_norms and greatest is not None:
             raise ConfigurationError(NO_NORM.format(f"a model with clip_step={greatest}"))
-
-    @property
-    def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
-        """What a model says to the driver with the last gradient, see `Model`."""
-        return self.models[0].notes
 
     @property
     def vectors(self) -> list[torch.Tensor]:

@@ -604,7 +604,7 @@ class Worker:
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
             stats["weights"] = dict(result.weights)
-        moved, said = (self._exchange.bytes_pushed, pulled), self._replicas.said
+        said = self._replicas.said
         return Report(
             *(
                 self.generation,
@@ -613,7 +613,8 @@ class Worker:
                 version,
                 result.weight,
                 result.samples,
-                *moved,
+                self._exchange.bytes_pushed,
+                pulled,
             ),
             **stats,
             fragment=self._replicas.fragment,
@@ -621,7 +622,7 @@ class Worker:
             hyper=said["hyper"],
             clip=said["clip"],
             digest=said["digest"],
-            notes=self._replicas.notes,
+            notes=said["notes"],
             overflowed=said["overflowed"],
         )
 
