@@ -66,9 +66,11 @@ class DelayedRows:
             self._version, self._sent = version, False
 
     def left_out(self) -> None:
-        """Note that the update made of the present step was left out, unless that is known."""
-        # Its own gradients are dropped. Those of the step before are kept for the next step, unless it is they that are
-        # not finite.
+        """Note that the update made of the present step was left out, unless that is known.
+
+        Its own gradients are dropped. Those of the step before are kept for the next step, unless it is they
+        that are not finite.
+        """
         if not self._sent:
             return
         self._next, self._sent = None, False
@@ -98,15 +100,19 @@ class DelayedRows:
         self._sent, self._version = False, -1
 
     def begin_share(self, ready: ChunkReady) -> None:
-        """Push the gradient of the step before, unless this step pushes its own too."""
-        # Not called when a gradient is pushed again.
+        """Push the gradient of the step before, unless this step pushes its own too.
+
+        Not called when a gradient is pushed again.
+        """
         self._next = None
         if not self._pushes_own:
             self._push(self._kept, ready)
 
     def end_share(self, gradients: Gradients, unit: float, total: float, ready: ChunkReady) -> None:
-        """Keep the gradient of the present step, or push it with that of the step before."""
-        # `unit` and `total`: see `_DelayedGradient`.
+        """Keep the gradient of the present step, or push it with that of the step before.
+
+        `unit` and `total`: see `_DelayedGradient`.
+        """
         own = _DelayedGradient(gradients, unit, total)
         if self._pushes_own:
             self._push(self._with_kept(own), ready)

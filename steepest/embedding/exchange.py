@@ -19,9 +19,11 @@ from steepest.embedding.row_messages import RowKind
 
 
 class ExchangeWithRows(ExchangeAround):
-    """Pulls rows of tables, and pushes their gradients as chunks of the exchange that it stands around."""
+    """Pulls rows of tables, and pushes their gradients as chunks of the exchange that it stands around.
 
-    # companion: of these rows, in place of that of the other exchange.
+    Args:
+        companion: of these rows, in place of that of the other exchange.
+    """
 
     def __init__(self, inner: Exchange, rows: RowExchange, companion: RowCompanion) -> None:
         super().__init__(inner)

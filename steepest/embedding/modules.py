@@ -52,8 +52,11 @@ class RowSource(Protocol):
         sightings: Int32s,
         lives: Int32s | None = None,
     ) -> None:
-        """Take the summed gradients of distinct ids, (n, dim), and how often each was in the batch."""
-        # lives: (n,), see `steepest.tables.gradients.RowGradients`.
+        """Take the summed gradients of distinct ids, (n, dim), and how often each was in the batch.
+
+        Args:
+            lives: (n,), see `steepest.tables.gradients.RowGradients`.
+        """
 
 
 P = ParamSpec("P")
@@ -507,8 +510,13 @@ def embeddings_apart(rows: Tensor, inverse: Tensor) -> Tensor:
 def pooled_rows(
     rows: Tensor, inverse: Tensor, bounds: Tensor, mode: str, weights: Tensor | None
 ) -> Tensor:
-    """Return the embeddings of bags, (B, dim), of rows (m, dim), by mode "sum", "mean" or "max"."""
-    # inverse: (n,), of each id its row; bounds: (B + 1,), where each bag begins, and the end; weights: (n,), or None.
+    """Return the embeddings of bags, (B, dim), of rows (m, dim), by mode "sum", "mean" or "max".
+
+    Args:
+        inverse: (n,), of each id its row.
+        bounds: (B + 1,), where each bag begins, and the end.
+        weights: (n,), or None.
+    """
     if mode != "max" and rows.device.type == "cpu":
         scale = rows.new_empty(0) if weights is None else weights
         if scale.dtype != rows.dtype:

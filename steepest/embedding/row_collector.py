@@ -27,9 +27,11 @@ _Batches = list[tuple[float, list[list[RowGradients]]]]
 
 
 class RowCollector(RowSource, ABC):
-    """A source of rows, which keeps their gradients until a worker pushes them, shard by shard."""
+    """A source of rows, which keeps their gradients until a worker pushes them, shard by shard.
 
-    # Gradients of several batches are added up as those of parameters are, in units of the first batch with a weight.
+    Gradients of several batches are added up as those of parameters are, in units of the first batch with a
+    weight.
+    """
 
     def __init__(self, dealing: Dealing) -> None:
         self.dealing = dealing
@@ -51,8 +53,11 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
-        """Return the values of distinct rows of a group, (n, dim)."""
-        # `training`: whether their gradients will be pushed.
+        """Return the values of distinct rows of a group, (n, dim).
+
+        Args:
+            training: whether their gradients will be pushed.
+        """
 
     def push(
         self,
@@ -90,9 +95,12 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
-        """End a worker's gradient; `ready` is called with that of each shard that has not been pushed."""
-        # updates: that the worker has made of its own weights meanwhile, each a mean of some batches; rows get their
-        # sum.
+        """End a worker's gradient; `ready` is called with that of each shard that has not been pushed.
+
+        Args:
+            updates: that the worker has made of its own weights meanwhile, each a mean of some batches;
+                rows get their sum.
+        """
 
     @abstractmethod
     def unpushed(self, step: int) -> Tensors:

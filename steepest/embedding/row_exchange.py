@@ -96,15 +96,25 @@ class RowExchange(RowCollector):
         )
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
-        """Begin to pull rows, with other numbers of requests than in other lives of the worker."""
-        # A server may answer a dead worker's request on its successor's channel. wait_until: receives messages in the
-        # middle of a forward pass.
+        """Begin to pull rows, with other numbers of requests than in other lives of the worker.
+
+        A server may answer a dead worker's request on its successor's channel.
+
+        Args:
+            wait_until: receives messages in the middle of a forward pass.
+        """
         self._sequence, self.wait_until = incarnation << _REQUESTS_BITS, wait_until
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
-        """Return the values of distinct rows, (n, dim), as servers have them; waits for the answers."""
-        # training: whether their gradients will be pushed. ConfigurationError: a table has no room for a row of each
-        # id, or the models are not in a process of a job.
+        """Return the values of distinct rows, (n, dim), as servers have them; waits for the answers.
+
+        Args:
+            training: whether their gradients will be pushed.
+
+        Raises:
+            ConfigurationError: a table has no room for a row of each id, or the models are not in a process
+                of a job.
+        """
         if self.wait_until is None or self.position[1] < 0:  # or before the first weights
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
         if self._looking is not None:
@@ -192,9 +202,12 @@ class RowExchange(RowCollector):
         return RowsOfPush(runs, own) if runs or own else ()
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
-        """Ask for the rows of a batch that is computed later, and do not wait for them."""
-        # forward: runs the forward pass, left at the last look-up by an exception; later: rows are to be of the version
-        # after `position`'s.
+        """Ask for the rows of a batch that is computed later, and do not wait for them.
+
+        Args:
+            forward: runs the forward pass, left at the last look-up by an exception.
+            later: rows are to be of the version after `position`'s.
+        """
         if len(self._awaited) >= _MOST_AWAITED:
             return
         self._looking, self._later = [], int(later)

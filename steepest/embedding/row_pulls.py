@@ -90,8 +90,12 @@ class RowPulls:
         self._at: Key = (0, 0)
 
     def receive(self, source: Peer, pull: PullRows, at: Key) -> None:
-        """Answer a worker's pull, or keep it until its version is here; one of an old generation is dropped."""
-        # ProtocolError: it asks for rows that this server does not hold, or the worker has asked too often.
+        """Answer a worker's pull, or keep it until its version is here; one of an old generation is dropped.
+
+        Raises:
+            ProtocolError: it asks for rows that this server does not hold, or the worker has asked too
+                often.
+        """
         self._at = at
         if pull.generation >= at[0]:
             self._answer_in_time(source, self._checked(pull), at)

@@ -138,8 +138,11 @@ class TableChunk(ChunkStore):
         return size > 0 and size % self._width == 0
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return None: rows travel as they are."""
-        # ProtocolError: a row that this shard cannot have, or one named twice.
+        """Return None: rows travel as they are.
+
+        Raises:
+            ProtocolError: a row that this shard cannot have, or one named twice.
+        """
         if payload is not None:
             dealing, at = self._dealing, self.chunk.index
             spread = dealing.spreads[dealing.group_of(at)]
@@ -360,8 +363,11 @@ class TableChunk(ChunkStore):
         return {"name": self._name, "key": key, "start": start, "stop": stop, "plain": False}
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Keep one record of the state, which takes effect with `end_state`."""
-        # ProtocolError: it is none of this shard.
+        """Keep one record of the state, which takes effect with `end_state`.
+
+        Raises:
+            ProtocolError: it is none of this shard.
+        """
         self.check_state(about, value)
         self._keep(about, value, self._loaded)
 

@@ -46,13 +46,21 @@ class Capacities:
         self.told = limited & ~filtered
 
     def room(self, known: Int64s, alive: Int64s) -> Int64s:
-        """Return how many rows a push can add to each table."""
-        # known: rows that it updates, by table; alive: rows that there are. A table that evicts can lose all others.
+        """Return how many rows a push can add to each table.
+
+        A table that evicts can lose all others.
+
+        Args:
+            known: rows that it updates, by table.
+            alive: rows that there are.
+        """
         return self.rows - np.where(self._evicts, known, alive)
 
     def require(self, wanted: Int64s, known: Int64s, alive: Int64s) -> None:
-        """Check that there is room for the rows that a push adds (`wanted`, by table)."""
-        # ConfigurationError otherwise; see `room`.
+        """Check that there is room for the rows that a push adds (`wanted`, by table).
+
+        ConfigurationError otherwise; see `room`.
+        """
         for table in map(int, np.flatnonzero(wanted > self.room(known, alive))):
             name, capacity = self._tables[table].name, self._described(table)
             if not self._evicts[table]:
@@ -75,8 +83,10 @@ class Capacities:
     def fit(
         self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, alive: Int64s
     ) -> Plan:
-        """Return a plan in which the first admitted ids that fit get rows; `tables`: of the ids without rows."""
-        # Others as for `room`.
+        """Return a plan in which the first admitted ids that fit get rows; `tables`: of the ids without rows.
+
+        Others as for `room`.
+        """
         admitted = admitted.copy()
         wanted = np.bincount(tables[admitted], minlength=len(alive))
         made = np.minimum(wanted, self.room(known, alive))
@@ -86,8 +96,11 @@ class Capacities:
         return Plan(admitted, made, wanted - made, excess)
 
     def most_used(self, states: Sequence[TableState], mine: Sequence[Places]) -> list[Places]:
-        """Return which rows of several states, of those of this shard (`mine`), stay as tables are filled up."""
-        # ConfigurationError: a table that does not evict has more rows than its capacity.
+        """Return which rows of several states, of those of this shard (`mine`), stay as tables are filled up.
+
+        Raises:
+            ConfigurationError: a table that does not evict has more rows than its capacity.
+        """
         tables = _taken("tables", states, mine)
         held = np.bincount(tables, minlength=len(self.rows))
         over = np.flatnonzero(held > self.rows)

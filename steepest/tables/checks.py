@@ -13,8 +13,10 @@ from steepest.tables.kernels import Floats, Int32s, Int64s, read_only
 
 
 def require_ids(name: str, ids: Any) -> Int64s:
-    """Return ids, integers of any width from 0 to 2^63 - 1 and any shape, as contiguous, read-only int64."""
-    # ConfigurationError, with the argument's name: they are no integers, or one is out of range.
+    """Return ids, integers of any width from 0 to 2^63 - 1 and any shape, as contiguous, read-only int64.
+
+    ConfigurationError, with the argument's name: they are no integers, or one is out of range.
+    """
     found = np.asarray(ids)
     if found.size == 0 and found.dtype == np.float64:  # an empty list
         found = found.astype(np.int64)
@@ -65,8 +67,11 @@ def require_gradients(gradients: npt.ArrayLike, count: int, dim: int, dtype: str
 
 
 def require_out(out: Floats, shape: tuple[int, int], dtype: str) -> Floats:
-    """Return an array to which kernels can write."""
-    # ConfigurationError: another shape, dtype, not contiguous or read-only.
+    """Return an array to which kernels can write.
+
+    Raises:
+        ConfigurationError: another shape, dtype, not contiguous or read-only.
+    """
     if out.shape != shape or out.dtype != dtype or not out.flags.carray:
         raise ConfigurationError(
             f"out is of {out.dtype} and shape {out.shape}: give a contiguous, writable array of "

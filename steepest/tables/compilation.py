@@ -19,8 +19,10 @@ from steepest.tables.tiered_rows import TieredRows
 
 
 def compile_kernels(tables: Iterable[Table]) -> None:
-    """Compile all that some tables' shards and modules will run, so that no step waits for it."""
-    # A process calls it once, before it joins a job. The machine code is kept on disk where it can be.
+    """Compile all that some tables' shards and modules will run, so that no step waits for it.
+
+    A process calls it once, before it joins a job. The machine code is kept on disk where it can be.
+    """
     _compile(tuple(tables))
 
 

@@ -73,8 +73,10 @@ class Dealing:
         return (chunk - self.first) % self.num_shards
 
     def description(self) -> list[list[str | int]]:
-        """Return, for checkpoints, each table's name, dimension, dtype, optimizer and number of its group."""
-        # The dtype is that in which pushes compute: rows may lie in another one after a restore.
+        """Return, for checkpoints, each table's name, dimension, dtype, optimizer and number of its group.
+
+        The dtype is that in which pushes compute: rows may lie in another one after a restore.
+        """
         return [
             [table.name, table.dim, table.form.dtype, type(table.optimizer).__name__, number]
             for number, group in enumerate(self.groups)
@@ -86,8 +88,11 @@ class Dealing:
         return f"tables/{chunk - self.first}"
 
     def make(self, chunk: int, seed: int | None = None) -> TableShard:
-        """Return the shard, without rows, that is a chunk."""
-        # `seed`: of the job in which its rows began, or this one's.
+        """Return the shard, without rows, that is a chunk.
+
+        Args:
+            seed: of the job in which its rows began, or this one's.
+        """
         group, shard = divmod(chunk - self.first, self.num_shards)
         seed = self.seed if seed is None else seed
         return TableShard(self.groups[group], shard=shard, num_shards=self.num_shards, seed=seed)

@@ -155,9 +155,10 @@ def _take(size: int, version: int, heap: Heap, taken: Int32s) -> int:
 
 
 class Use:
-    """The rows of one full table by use: exact LRU or LFU, in 12 bytes a row."""
+    """The rows of one full table by use: exact LRU or LFU, in 12 bytes a row.
 
-    # A push touches what it adds and evicts.
+    A push touches what it adds and evicts.
+    """
 
     def __init__(self, policy: Policy, capacity: int) -> None:
         """Begin with none of at most `capacity` rows."""

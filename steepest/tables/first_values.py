@@ -32,8 +32,11 @@ class FirstValues:
         return self._filled(self._beginning, tables, ids)
 
     def sent(self, tables: Int32s, ids: Int64s, training: bool) -> Bytes:
-        """Return the values of ids without rows as they travel, (n, `RowFormat.sent_bytes`)."""
-        # training: whether a push of these ids follows.
+        """Return the values of ids without rows as they travel, (n, `RowFormat.sent_bytes`).
+
+        Args:
+            training: whether a push of these ids follows.
+        """
         values = self._filled(self._unknown[training], tables, ids)
         if self._form.is_packed:
             return self._form.packed_values(values, (tables, ids), self._salts)

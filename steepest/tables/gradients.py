@@ -45,8 +45,11 @@ class RowGradients:
         return len(self.ids)
 
     def pack(self, empty: Empty = _new, *, lives: bool = False) -> Bytes:
-        """Return ids, gradients, table numbers and sightings as bytes, in memory that `empty` makes."""
-        # lives: whether they follow.
+        """Return ids, gradients, table numbers and sightings as bytes, in memory that `empty` makes.
+
+        Args:
+            lives: whether they follow.
+        """
         parts: list[npt.NDArray[Any]] = [self.ids, self.gradients, self.tables, self.sightings]
         if lives:
             parts.append(self._lives())
@@ -123,8 +126,10 @@ class RowGradients:
 
 
 def added(parts: Sequence[RowGradients]) -> RowGradients:
-    """Return the sum of gradients of rows, each row once, in order of first sight; added in the order of the parts."""
-    # So the same parts make the same bits.
+    """Return the sum of gradients of rows, each row once, in order of first sight; added in the order of the parts.
+
+    So the same parts make the same bits.
+    """
     if len(parts) == 1:
         return parts[0]
     keys = Distinct(

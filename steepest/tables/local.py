@@ -75,9 +75,12 @@ class LocalRows:
         return Distinct(tables, ids, self._spreads[group])
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = False) -> Floats:
-        """Return the values of rows, (n, dim), of a group's table numbers and ids, (n,) each."""
-        # training: whether gradients of these rows will be pushed; then ConfigurationError: a table has no room for
-        # them.
+        """Return the values of rows, (n, dim), of a group's table numbers and ids, (n,) each.
+
+        Args:
+            training: whether gradients of these rows will be pushed; then ConfigurationError: a table has
+                no room for them.
+        """
         shards = self.shards[group]
         values = np.empty((len(ids), shards[0].dim), shards[0].dtype)
         order, begins = deal(tables, ids, self._spreads[group])
@@ -99,8 +102,11 @@ class LocalRows:
         sightings: Int32s,
         lives: Int32s | None = None,
     ) -> None:
-        """Keep gradients (n, dim) of a group's distinct rows (n,) until `step`."""
-        # sightings, lives: (n,), see `RowGradients`.
+        """Keep gradients (n, dim) of a group's distinct rows (n,) until `step`.
+
+        Args:
+            sightings, lives: (n,), see `RowGradients`.
+        """
         self._staged[group].append(RowGradients(tables, ids, gradients, sightings, lives))
 
     def step(self, learning_rate: float | None = None) -> int:

@@ -32,9 +32,10 @@ _LEAST = 1 << 16
 
 
 class Removals:
-    """The ids whose rows a shard has removed, with the versions at which it has."""
+    """The ids whose rows a shard has removed, with the versions at which it has.
 
-    # `known_from`: known from that version on.
+    `known_from`: known from that version on.
+    """
 
     def __init__(self, version: int = 0) -> None:
         self.known_from = version

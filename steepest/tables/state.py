@@ -82,8 +82,11 @@ class TableState:
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TableState:
-        """Return the state that `arrays` returned, not copied."""
-        # ConfigurationError: one is missing, or of another form.
+        """Return the state that `arrays` returned, not copied.
+
+        Raises:
+            ConfigurationError: one is missing, or of another form.
+        """
         if missing := [name for name in _DTYPES if name not in arrays]:
             raise ConfigurationError(f"a state of tables without the arrays {', '.join(missing)}")
         known = _DTYPES | {name: kinds for name, kinds in _OPTIONAL.items() if name in arrays}
@@ -150,8 +153,10 @@ def joined(states: Iterable[TableState]) -> TableState:
 
 
 def increased(base: TableState, increment: TableState) -> TableState:
-    """Return a state with a later increment's rows in place of its own, less those removed."""
-    # The increment's counts of ids that are not admitted replace those of the base.
+    """Return a state with a later increment's rows in place of its own, less those removed.
+
+    The increment's counts of ids that are not admitted replace those of the base.
+    """
     tables = np.concatenate([increment.tables, increment.removed_tables])
     newer = Distinct(tables, np.concatenate([increment.ids, increment.removed_ids]))
     index = Index(int(max(tables.max(initial=0), base.tables.max(initial=0))) + 1)

@@ -25,9 +25,12 @@ def require_number_in(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
 
 
 def require_sound(state: TableState, tables: Sequence[Table], version: int) -> None:
-    """Check that rows can be pushed to and pulled from a shard's state, whatever was written to it."""
-    # ConfigurationError: an id is there twice or is none, a table is not of the group, or a row was written after the
-    # last push (`version`), say.
+    """Check that rows can be pushed to and pulled from a shard's state, whatever was written to it.
+
+    Raises:
+        ConfigurationError: an id is there twice or is none, a table is not of the group, or a row was
+            written after the last push (`version`), say.
+    """
     one, dtype, names = tables[0], tables[0].form.dtype, [table.name for table in tables]
     widths = state.values.shape[1], state.slots.shape[1]
     fits = widths == (one.dim, one.optimizer.slots(one.dim))

@@ -246,8 +246,11 @@ def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
 
 
 def groups(tables: Iterable[Table]) -> list[tuple[Table, ...]]:
-    """Return tables by dimension, dtype and optimizer, in order of first sight."""
-    # ConfigurationError: two of a name differ.
+    """Return tables by dimension, dtype and optimizer, in order of first sight.
+
+    Raises:
+        ConfigurationError: two of a name differ.
+    """
     found: dict[_Kind, list[Table]] = {}
     for table in merged(tables):
         found.setdefault(_kind(table), []).append(table)
