@@ -72,9 +72,9 @@ def synchronous(
 
 
 def written(
-    path: Path, events: list[dict[str, Any]], strategy: str = "ps", *, together: bool = True
+    path: Path, events: list[dict[str, Any]], strategy: str = "ps", *, needs_all: bool = True
 ) -> Path:
     """Write events as a trace, and return its path."""
-    about = {"strategy": strategy, "together": together, "lost_spans": 0, "clocks": []}
+    about = {"strategy": strategy, "needs_all": needs_all, "lost_spans": 0, "clocks": []}
     write_trace(path, events, about)
     return path

@@ -171,7 +171,7 @@ def test_the_advice_is_about_the_greatest_part(tmp_path: Path, word: str) -> Non
 
 def test_workers_that_do_not_wait_for_each_other_are_told_of_one_by_one(tmp_path: Path) -> None:
     events = synchronous([[10.0, 30.0]] * STEPS, needed=1)
-    said = explain(written(tmp_path / "t.json", events, "async", together=False))
+    said = explain(written(tmp_path / "t.json", events, "async", needs_all=False))
     assert "12 shares of 2 workers and 1 server under 'async'" in said
     assert "Worker 0: 6 shares, 10 ms of work each" in said
     assert "If worker 1 were as fast as the median of the others" in said
@@ -186,9 +186,9 @@ def test_a_trace_of_no_step_is_refused(tmp_path: Path) -> None:
         explain(path)
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("needs_all", [True, False])
 def test_a_trace_with_any_value_in_it_is_explained_or_refused(
-    tmp_path: Path, together: bool
+    tmp_path: Path, needs_all: bool
 ) -> None:
     chance, events = random.Random(0), synchronous([[10.0, 30.0]] * 3)
     refused = 0
@@ -197,7 +197,7 @@ def test_a_trace_with_any_value_in_it_is_explained_or_refused(
         for at in chance.sample(range(len(events)), 2):
             other[at] = mutated(chance, events[at])
         try:
-            text = explain(written(tmp_path / "t.json", other, together=together))
+            text = explain(written(tmp_path / "t.json", other, needs_all=needs_all))
         except ConfigurationError as error:
             refused += 1
             assert "no whole" in str(error)  # noqa: PT017 - most are refused, and some are not

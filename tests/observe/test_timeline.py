@@ -71,7 +71,7 @@ def test_servers_stage_reduce_and_apply_each_step_once_for_each_chunk(
     events, about = record(tmp_path / "trace.json", strategy, 2)
     roles = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     servers = [role for role in roles if role.startswith("server")]
-    each = 1 if about["together"] else 2  # versions of a step
+    each = 1 if about["needs_all"] else 2  # versions of a step
     for kind, count in (("stage", 2), ("reduce", each), ("apply", each)):
         found = [span for server in servers for span in spans(events, kind, server)]
         assert len(found) == STEPS * count, (kind, found)

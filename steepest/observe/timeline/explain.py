@@ -64,7 +64,7 @@ def explain(path: str | Path) -> str:
     """
     trace = parse(path)
     try:
-        lines = _together(trace) if trace.together else _apart(trace)
+        lines = _together(trace) if trace.needs_all else _apart(trace)
     except NONSENSE as error:  # each event is well by itself
         raise makes_no_sense(path, error) from error
     if trace.lost:

@@ -91,7 +91,7 @@ class ParsedTrace:
     """
 
     strategy: str
-    together: bool
+    needs_all: bool
     servers: int
     versions: list[VersionSpans]
     work: dict[int, list[WorkerStep]]
@@ -112,7 +112,7 @@ def parse(path: str | Path) -> ParsedTrace:
         found = _parsed(events, about)
     except NONSENSE as error:
         raise makes_no_sense(path, error) from error
-    if not (found.versions if found.together else found.work):
+    if not (found.versions if found.needs_all else found.work):
         raise ConfigurationError(
             f"{path} has no whole step: record at least three, as with sgd.timeline(...): sgd.fit(steps=10)"
         )
@@ -138,7 +138,7 @@ def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> Pa
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
     work, waits = _of_workers(spans, roles)
     _add_staged(spans, roles, work)
-    together, versions = bool(about["together"]), defaultdict[int, VersionSpans](VersionSpans)
+    needs_all, versions = bool(about["needs_all"]), defaultdict[int, VersionSpans](VersionSpans)
     for of_worker in work.values():
         for version, each in of_worker.items():
             versions[version + 1].work[each.worker] = each
@@ -152,9 +152,9 @@ def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> Pa
             worker = event["args"]["worker"]
             arrived[worker] = max(arrived.get(worker, 0.0), end)
     clocks = [each["error_ms"] / 1e3 for each in about["clocks"]]
-    whole = _whole(versions, len(work)) if together else []
+    whole = _whole(versions, len(work)) if needs_all else []
     return ParsedTrace(
-        str(about["strategy"]), together, len(servers), whole,
+        str(about["strategy"]), needs_all, len(servers), whole,
         {worker: list(each.values()) for worker, each in sorted(work.items())},
         waits, homes, max(clocks, default=0.0), int(about["lost_spans"]),
     )  # fmt: skip

@@ -98,7 +98,7 @@ class JobShape:
     """How shares and versions count steps, and what a version needs."""
 
     strategy: str
-    together: bool  # whether all members contribute to each version
+    needs_all: bool  # whether all members contribute to each version
     shares: int  # of a step
     versions: int  # of a step
 
@@ -129,7 +129,7 @@ class RecordedJob:
         """Return the trace's metadata."""
         return {
             "strategy": self.shape.strategy,
-            "together": self.shape.together,
+            "needs_all": self.shape.needs_all,
             "lost_spans": sum(each.lost for each in self.processes),
             "clocks": [
                 {
