@@ -87,8 +87,7 @@ test-storage: $(VENV)-shared/.installed
 	$(SHARED) -m pytest -m "$(CHOICE)" tests/checkpoint/test_s3_storage.py
 
 test-tensorflow: $(VENV)-tensorflow/.installed
-	$(VENV)-tensorflow/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 tests/adapters/test_keras_*.py
-	$(VENV)-tensorflow/bin/python -m pytest -m "ray and ($(CHOICE))" tests/adapters/test_keras_*.py
+	$(VENV)-tensorflow/bin/python -m pytest -m "$(CHOICE)" --numprocesses=2 tests/adapters/test_keras_*.py
 
 test-sagemaker: $(VENV)-shared/.installed
 	$(SHARED) -m pytest -m "$(CHOICE)" tests/places/test_sagemaker_toolkit.py

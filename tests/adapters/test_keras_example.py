@@ -12,7 +12,7 @@ import pytest
 
 from tests.example_modules import imported
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 def test_digits_are_learned_though_a_worker_is_killed(

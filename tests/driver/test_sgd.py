@@ -1,4 +1,4 @@
-"""DistributedSGD over Ray: equal to serial training, and every call keeps its word."""
+"""DistributedSGD on processes: equal to serial training, and every call keeps its word."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from steepest.testing import InProcessCluster
 from tests.living import places_of
 from tests.reference import Task, difference, same_bits, samples, sgd
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("machine_of_module")
 
 PS = ParameterServerStrategy(num_servers=2, chunk_bytes=64)
 PLAIN = Task(optimizer=sgd(momentum=0.9))
@@ -79,7 +79,7 @@ def all_gone(pids: list[int], seconds: float = 20.0) -> bool:
 
 def threads() -> set[str]:
     found = {each.name for each in threading.enumerate() if each.name.startswith("steepest")}
-    return found - {"steepest clock"}  # it is the process', and stays
+    return found - {"steepest clock", "steepest template"}  # they are the process', and stay
 
 
 @pytest.mark.few(3)
@@ -147,7 +147,9 @@ def test_seeds_and_leaving_by_an_error() -> None:
 
 @pytest.fixture(scope="module", params=[PS, SimpleStrategy()], ids=["ps", "simple"])
 def shared(
-    request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    machine_of_module: None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[DistributedSGD, Path]]:
     path = tmp_path_factory.mktemp("initial")
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=request.param) as trainer:

@@ -1,4 +1,4 @@
-"""Keras models in real processes, which have the weights of Keras' own training; the benchmark."""
+"""Keras models in processes, which have the weights of Keras' own training; the benchmark."""
 
 # ruff: noqa: I001 - keras_tools comes first: it skips the module where there is no TensorFlow
 
@@ -17,10 +17,7 @@ from steepest.adapters.tensorflow import TensorFlowModel
 from tests.reference import difference
 from tests.adapters.keras_tasks import BATCH, TASKS, X, Y, named
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.usefixtures("ray_cluster", "double"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("machine", "double")]
 TASK = TASKS["adam"]
 
 
@@ -29,7 +26,6 @@ def creator(worker_index: int, device_index: int) -> TensorFlowModel:
     return TASK.creator()(worker_index, device_index)
 
 
-@pytest.mark.full
 def test_the_models_of_all_workers_are_those_of_keras() -> None:
     with DistributedSGD(creator, num_workers=2) as trainer:
         trainer.fit(steps=7, progress=False)
@@ -48,7 +44,6 @@ def test_the_models_of_all_workers_are_those_of_keras() -> None:
             assert np.allclose(mine, own, atol=1e-12)
 
 
-@pytest.mark.full
 def test_the_benchmark_of_frameworks_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.frameworks import main
 
