@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
 
 from steepest.runtime import signals
 from steepest.runtime.job_runtime import using
+from steepest.runtime.machine.runtime import MachineRuntime
 from steepest.runtime.ray_runtime import RayRuntime
 
 
@@ -39,8 +41,20 @@ def own(number: int, frame: object) -> None:
 
 def test_a_users_handler_stays() -> None:
     signal.signal(signal.SIGTERM, own)
-    signals.end_on_sigterm()
-    assert signal.getsignal(signal.SIGTERM) is own
+    for each in (RayRuntime(), MachineRuntime()):
+        with using(each):
+            signals.end_on_sigterm()
+        assert signal.getsignal(signal.SIGTERM) is own
+
+
+@pytest.mark.parametrize("left", [rays, signal.SIG_DFL])
+def test_on_processes_the_status_is_143_too_also_after_a_shutdown_of_ray(left: Any) -> None:
+    signal.signal(signal.SIGTERM, left)
+    with using(MachineRuntime()):
+        signals.end_on_sigterm()
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
 
 
 def test_a_signal_ends_the_process_and_its_repetition_does_not_cut_that_short(

@@ -110,8 +110,9 @@ class MachineRuntime(OwnProcess):
         return True
 
     def leaves_sigterm(self, handler: object, status: int) -> bool:
-        """Return whether there is no handler."""
-        return handler is signal.SIG_DFL
+        """Return whether there is no handler, or one that Ray has left, to which this program was connected."""
+        rays = getattr(handler, "__module__", "") == "ray._private.worker"
+        return rays or handler is signal.SIG_DFL
 
     # -- processes -------------------------------------------------------------------------------
 
