@@ -71,9 +71,8 @@ test-jax: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV)-jax/compiled)
 test-jax: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test-jax: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 test-jax: $(VENV)-jax/.installed
-	$(VENV)-jax/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 -k "jax or flax or optax" \
+	$(VENV)-jax/bin/python -m pytest -m "$(CHOICE)" --numprocesses=2 -k "jax or flax or optax" \
 	  tests/adapters/test_jax_*.py tests/models/test_models.py tests/project/test_docs.py tests/project/test_imports.py
-	$(VENV)-jax/bin/python -m pytest -m "ray and ($(CHOICE))" tests/adapters/test_jax_*.py
 
 # needs a Chromium (apt-get install chromium-headless-shell); CHROMIUM=path names another than that on the path
 test-page: $(VENV)-page/.installed

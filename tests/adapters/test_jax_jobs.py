@@ -1,4 +1,4 @@
-"""Jobs with models of JAX: checkpoints, deaths, evaluation; simulated, and one on Ray."""
+"""Jobs with models of JAX: checkpoints, deaths, evaluation; simulated, and one on processes."""
 
 from __future__ import annotations
 
@@ -118,11 +118,8 @@ def test_a_job_is_resized_evaluated_and_given_weights_and_rates(simulation: Simu
             trainer.set_learning_rate([0.1, 0.2])
 
 
-@pytest.mark.ray
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:os.fork")  # Ray's, which runs another program at once
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_of_a_job_on_ray_is_killed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("machine")
+def test_a_worker_of_a_job_on_processes_is_killed(tmp_path: Path) -> None:
     faults = [Fault.kill("worker", 1, step=8)]
     (lives := tmp_path / "lives").mkdir()
     creator = with_faults(PLAIN.creator(), faults, lives=lives)

@@ -54,10 +54,8 @@ def test_a_flax_network_learns_digits_though_a_worker_is_killed(
     assert strategy == "async" or printed.endswith(": 1 workers replaced\n")  # it waits for nobody
 
 
-@pytest.mark.ray
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:os.fork")
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("machine")
 def test_the_benchmark_of_frameworks_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.frameworks import main
 
