@@ -100,7 +100,8 @@ class Gatherings:
 
     def meet(self, member: MemberCollective, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Send to other workers from now on over a collective, and tell them what is known here."""
-        if self._member is not None and self._member.size != member.size:
+        before = self._member
+        if before is not None and (before.rank, before.size) != (member.rank, member.size):
             self.drop()
         self._member, self._wait, self._late = member, wait, []
         member.take_part = self._take
@@ -172,6 +173,12 @@ class Gatherings:
         self._steps.clear()
         self._waits_at = None
         self.drops += 1
+
+    def forget_absent(self) -> None:
+        """Forget which workers did not gather where others did: the loops are set back, and may come there now."""
+        for place, parts in self.parts.items():
+            here = {owner: part for owner, part in parts.items() if part.numel() != _ABSENT.numel()}
+            self.parts[place] = here
 
     def behind_steps(self, before: int) -> list[tuple[int, int, int, int, int, torch.Tensor]]:
         """Return what was gathered behind steps and epochs: number, region, nth, steps, worker and part.

@@ -202,10 +202,10 @@ class LoopStates:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the loop has begun a step that is not committed."""
+        """Whether the loop is amid a batch, or awaits a commit: what follows its last step there is done again."""
         cursor = self._loop.cursor
         if cursor is not None:
-            return (cursor.place.inside and self._job.asked is not None) or self._is_amid_sum
+            return cursor.place.inside or self._is_amid_sum
         in_batch = self._job.asked is Ask.PARTS and self._loop.gatherer.region is Region.BEFORE
         return self._job.asked is Ask.COMMIT or in_batch
 

@@ -208,8 +208,11 @@ class LoopModel(TorchModel):
             optimizer.state = own
 
     def forget_gathered(self) -> None:
-        """Drop what was gathered, see `steepest.core.models.protocol.Model`."""
-        self.loop.gatherer.gatherings.drop()
+        """Drop what was gathered and may be another thing where it is gathered again, see `Model`."""
+        if self.loop.cursor is None:
+            self.loop.gatherer.gatherings.drop()
+        else:  # the same is gathered again, by the same samples; and a loop that goes on from here has no other
+            self.loop.gatherer.gatherings.forget_absent()
 
     def unfrozen(self) -> frozenset[str]:
         """Return the names of the optimizer's parameters that are not trained yet, and require a gradient by now."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 from torch import nn
 
 import steepest
+from steepest import FailureConfig
 from tests.own_loop_runs import STRATEGIES, run, without
 from tests.own_loops import Parts, Script
 from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import pause
+from tests.simulation.run import pause, run_config
+from tests.strikes import kill_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +129,66 @@ def test_passes_are_those_of_one_process(name: str, workers: int) -> None:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("step", range(1, 12))
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", "allreduce, two copies"])
 @pytest.mark.parametrize("name", ["at the top", "twice", "looking_first"])
 def test_a_death_changes_no_pass(name: str, strategy: str, victim: int, step: int) -> None:
     script = LOOPS[name]
     found = without(script, 2, victim, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+DIED: list[int] = []  # workers, each of which dies once
+
+
+def dies_here(victim: int) -> None:
+    """End a worker's process behind the others, which have come further by then."""
+    if steepest.rank() == victim and not DIED:
+        pause(3.0)
+        DIED.append(victim)
+        kill_this_process()
+
+
+def leaves(how: str, victim: int) -> Script:
+    """A loop that leaves a pass, or its function, early; a worker dies behind that."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        kept = steepest.register(steps=0)
+        for epoch in steepest.epochs(epochs):
+            batches = itertools.islice(parts.loader, 2) if how == "islice" else parts.loader
+            for number, (x, y) in enumerate(batches):
+                if how == "break before" and number == 2:
+                    break
+                train(parts, x, y)
+                kept.steps += 1
+                if how == "break" and number == 1:
+                    break
+                if how == "return" and kept.steps == 6:
+                    dies_here(victim)
+                    return
+            if epoch == 0 and how != "return":
+                dies_here(victim)
+            if epoch == 1 and how == "break in the last":
+                break
+        if epochs == 1 or how == "break in the last":
+            dies_here(victim)
+
+    return Script(loop, optimizer=sgd(momentum=0.9), data=samples(16), epochs=1 + (victim == 1))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", "allreduce, two copies"])
+@pytest.mark.parametrize(
+    "how", ["break", "break before", "islice", "return", "all", "break in the last"]
+)
+def test_a_death_behind_a_pass_that_was_left_changes_nothing(
+    how: str, strategy: str, victim: int
+) -> None:
+    settings = run_config(failure=FailureConfig(patience=math.inf, snapshot_every=1))
+    script = leaves(how, victim)
+    alone = leaves(how, -1)
+    expected = replace(alone, epochs=script.epochs).alone(2)
+    DIED.clear()
+    found = run(script, 2, STRATEGIES[strategy], run_config=settings)
+    assert DIED or (how == "return" and victim == 0)
+    assert difference(found.weights, expected) < 1e-12
