@@ -29,6 +29,8 @@ from steepest.loop.gathering import (
 from steepest.loop.kept import pack, unpack
 from steepest.loop.turns import Turns
 
+GATHERINGS_OF_STEP = 1 << 16  # more than a loop gathers between two steps
+
 
 class Meets(Protocol):
     """What is asked of a loop that gathers."""
@@ -180,6 +182,10 @@ class Gatherer:
             self.region, self.number, self._nth, self._at_top = region, number, 0, 0
             if region is Region.BEFORE:
                 self._dealt_to = self._seat
+
+    def begin_step(self, step: int) -> None:
+        """Note that the next step of the batch begins: who passes over those before has not gathered in them."""
+        self._nth = step * GATHERINGS_OF_STEP
 
     def _place(self) -> GatheringPlace:
         """Return the place of a gathering that begins."""

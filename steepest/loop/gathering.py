@@ -41,7 +41,7 @@ class GatheringPlace(NamedTuple):
 
     number: int  # of the batch or round; of the job's step where each worker has batches of its own
     region: Region
-    nth: int  # how often it has gathered there before
+    nth: int  # how often it has gathered there before, since the last step, see `Gatherer.begin_step`
 
 
 class LoopSeat(NamedTuple):

@@ -81,7 +81,8 @@ class EvaluationLoader(PreparedLoader):
 
     The n-th batches of all workers are the n-th of one loader with as many times the batch size; all workers have as
     many batches, none of which is empty: what is left behind the last whole ones is a batch of its own if it has a
-    sample for each worker, and lengthens the last one otherwise.
+    sample for each worker, and lengthens the last one otherwise. With ``shuffle=True`` each pass has an order of its
+    own, by the job's seed and the place of the loop.
 
     Args:
         loader: that was given to `prepare`.
@@ -94,10 +95,14 @@ class EvaluationLoader(PreparedLoader):
     loader: DataLoader[Any]
     _loop: UserLoop
     _source: DatasetSource
+    _passes: tuple[
+        int, int
+    ]  # the place of the last pass, see `UserLoop.place_number`, and passes there before
 
     def __init__(self, loader: DataLoader[Any], loop: UserLoop) -> None:
         _indices_of(loader)
-        super().__init__(loader, _loop=loop, _source=DatasetSource(loader.dataset, loader))
+        source = DatasetSource(loader.dataset, loader)
+        super().__init__(loader, _loop=loop, _source=source, _passes=(0, 0))
 
     def _batches(self, count: int, size: int) -> list[tuple[int, int]]:
         """Return the ranges of the batches of all workers together, of so many samples."""
@@ -121,11 +126,12 @@ class EvaluationLoader(PreparedLoader):
         order: list[list[int]] = [[] for _ in range(size)]
         indices = _indices_of(self.loader)  # the data set may have grown
         ranges = self._batches(len(indices), size)
+        places = self._places(len(indices))
         shares = [
             [even_share(end - begin, rank, size) for rank in range(size)] for begin, end in ranges
         ]
         mine = [
-            indices[begin + share[loop.rank][0] : begin + share[loop.rank][1]].tolist()
+            indices[places[begin + share[loop.rank][0] : begin + share[loop.rank][1]]].tolist()
             for (begin, _), share in zip(ranges, shares, strict=True)
         ]
         loop.gatherer.order = order
@@ -133,8 +139,17 @@ class EvaluationLoader(PreparedLoader):
             ranges, shares, self._source.batches(mine), strict=True
         ):
             for rank, (first, last) in enumerate(share):
-                order[rank].extend(range(begin + first, begin + last))
+                order[rank].extend(places[begin + first : begin + last].tolist())
             yield loop.on_device(batch)
+
+    def _places(self, count: int) -> Any:
+        """Return which sample is the first of a pass, which the second and so on: the same on all workers."""
+        if isinstance(self.loader.sampler, SequentialSampler):
+            return np.arange(count)
+        place, (last, before) = self._loop.place_number, self._passes
+        nth = before + 1 if place == last else 0
+        vars(self)["_passes"] = place, nth
+        return np.random.default_rng([self._loop.seed, place, nth]).permutation(count)
 
     def __len__(self) -> int:
         """Return the number of batches of each worker."""

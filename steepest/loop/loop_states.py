@@ -171,6 +171,7 @@ class LoopStates:
         # it began the present batch
         self._entries: list[dict[str, Any]] = [{}, {}]
         self.tops: dict[int, dict[str, Any]] = {}
+        self._objects: torch.Tensor | None = None  # see `hold_objects`
         self.rounds = Rounds()
         self.boundary = Boundary(loop, loop.gatherer, self.state_at)
 
@@ -184,7 +185,7 @@ class LoopStates:
             top = self.tops[self._loop.epoch]
             present = self._present()
             return {**present, **top["set"], "kept": {**present["kept"], **kept_at(top)}}
-        if self._job.asked is Ask.PARTS and not inside:
+        if self._job.asked is Ask.PARTS and not inside and self._loop.cursor is None:
             found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
             if found is not None:  # what it has reported since then is not reported again
                 return {**found, "reported": self._loop.next_report}
@@ -194,7 +195,25 @@ class LoopStates:
         if self.is_in_step:  # its batch is taken again
             kept = state["kept"] | self._before["kept"]
             state |= {**self._before, "kept": kept}
+        if self._job.asked is Ask.PARTS and self._objects is not None:
+            state["kept"] |= unpack(self._objects)
+            state["reported"] = (
+                self._loop.next_report
+            )  # what it has reported since then is not reported again
         return state
+
+    def hold_objects(self) -> None:
+        """Keep the objects that the user keeps as they are here, for workers that take part in what is gathered next.
+
+        They may be large: only where the loop is known to gather among its batches, and at an epoch's last batch.
+        """
+        loop, self._objects = self._loop, None
+        if loop.size > 1 and loop.kept is not None:
+            self._objects = pack(loop.kept.states())
+
+    def let_objects_go(self) -> None:
+        """Keep no objects as they were from now on."""
+        self._objects = None
 
     def state_at(self, at: str, *, objects: bool) -> dict[str, Any]:
         """Return the state at the end of a step, or of an epoch, see `steepest.loop.standing_in.Boundary`."""
@@ -211,9 +230,9 @@ class LoopStates:
 
     @property
     def _is_amid_sum(self) -> bool:
-        """Whether the loop is between two batches whose gradients it adds up, and has stepped another optimizer."""
+        """Whether the loop is between two batches whose gradients it adds up."""
         cursor = self._loop.cursor
-        if cursor is None or cursor.place.inside or not cursor.place.step:
+        if cursor is None or cursor.place.inside or not cursor.number:
             return False
         waits = self._job.asked is Ask.BATCH or self._is_at_top
         return waits and self._loop.held.holds
@@ -255,9 +274,9 @@ class LoopStates:
 
         Where the loop enters later itself, it gets what the others had.
         """
-        loop, gathered = self._loop, self._loop.gatherer.gathered_at_top
+        loop, gathered = self._loop, list[torch.Tensor]()
         assert loop.cursor is not None
-        gathered.clear()
+        loop.gatherer.gathered_at_top = gathered
         if loop.arriving is not None or loop.epoch in self.tops:
             if (top := self.tops.get(loop.epoch)) is not None:
                 gathered.extend(top["gathered"])

@@ -327,7 +327,7 @@ class UserLoop:
             else:
                 self._begin_batch(cursor)
                 self.gatherer.enter(Region.BEFORE, cursor.number)
-            self.states.boundary.leave()
+            self.states.let_objects_go()
             self.batches += 1
             self.own_weight = None
             if not cursor.has_loader:
@@ -613,9 +613,9 @@ class UserLoop:
         batch = cursor.next_batch(self.job.rank, self.job.size)
         self._seed_for(cursor.number)
         if cursor.is_at_last:
-            self.states.boundary.mark("", whole=True)
+            self.states.hold_objects()
         else:
-            self.states.boundary.leave()
+            self.states.let_objects_go()
         self.gatherer.enter(Region.BEFORE, cursor.number)
         self.gatherer.order = []
         self.batches += 1
@@ -633,6 +633,7 @@ class UserLoop:
     def _end_step_of(self, cursor: Cursor, index: int) -> None:
         """Note that a step of an optimizer in the present batch is committed, or passed over since it is."""
         cursor.take_step()
+        self.gatherer.begin_step(cursor.place.step)
         self.weights.step()
         self._passes, self._seen = 0, self._samples_in(cursor)
         self._end_sum(cursor, index)
@@ -780,9 +781,9 @@ class UserLoop:
             self._seed_for(cursor.number, cursor.place.step)
             self.gatherer.gatherings.drop_before(cursor.first_number)
             if cursor.is_at_last or self.gatherer.among_batches:
-                self.states.boundary.mark("", whole=True)
+                self.states.hold_objects()
             else:
-                self.states.boundary.leave()
+                self.states.let_objects_go()
         else:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
             assert self.taken is not None
@@ -855,7 +856,7 @@ class UserLoop:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's, for the driver."""
-        number = self.calls.called(self.report_place)
+        number = self.calls.called(self.place_number)
         if not self.counts:
             return
         numbers = checked_metrics({name: _number(value) for name, value in values.items()})
@@ -865,7 +866,7 @@ class UserLoop:
             self.fresh |= numbers
 
     @property
-    def report_place(self) -> int:
+    def place_number(self) -> int:
         """The number of the place where the loop is, the same on all workers: each is greater than those before."""
         is_end = self.gatherer.region is Region.END
         if not self.together:  # each worker has as many batches in an epoch as it manages
@@ -885,7 +886,7 @@ class UserLoop:
     @property
     def next_report(self) -> int:
         """The number of the next call of `report`, if it is made here."""
-        return self.calls.next(self.report_place)
+        return self.calls.next(self.place_number)
 
 
 def current() -> UserLoop | None:

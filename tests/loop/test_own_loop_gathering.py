@@ -25,6 +25,7 @@ from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.loop.gathering import joined, packed
 from steepest.loop.loaders import EvaluationLoader
 from steepest.loop.session import Session
+from tests.own_loop_runs import run
 from tests.own_loops import ALONE, BATCH, Whole
 from tests.random_examples import some_of
 from tests.reference import Weights, difference, perceptron, samples, snapshot
@@ -253,8 +254,42 @@ def test_each_sample_of_an_evaluation_is_dealt_to_one_worker(workers: int, batch
 
 
 def test_a_part_of_a_data_set_is_evaluated_by_its_samples() -> None:
-    found = dealt(9, 2, 2, sampler=SubsetRandomSampler([1, 4, 7, 8]))
-    assert found == [[[1, 4]], [[7, 8]]]
+    ((one,), (other,)) = dealt(9, 2, 2, sampler=SubsetRandomSampler([1, 4, 7, 8]))
+    assert len(one) == len(other) == 2
+    assert {*one, *other} == {1, 4, 7, 8}
+
+
+def test_a_further_loader_that_shuffles_has_another_order_in_each_pass() -> None:
+    """As a second one to train on does; and what is gathered of a pass comes in the order of the data set."""
+    orders: list[Any] = []
+
+    def script() -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+        further = DataLoader(TensorDataset(torch.arange(16)), batch_size=2, shuffle=True)
+        model, optimizer, loader, further = steepest.prepare(model, optimizer, loader, further)
+        for _ in steepest.epochs(2):
+            seen = []
+            for (x,), (z,) in zip(loader, further, strict=False):
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+                seen.append(z)
+            orders.append((steepest.rank(), torch.cat(seen).tolist()))
+            for _ in range(2):
+                whole = torch.cat([z for (z,) in further])
+                orders.append((steepest.rank(), whole.tolist()))
+                assert steepest.gather(whole).tolist() == list(range(16))
+
+    run(script, 2)
+    first, second = ([seen for rank, seen in orders if rank == each] for each in range(2))
+    passes = [a + b for a, b in zip(first, second, strict=True)]
+    assert len(passes) == 6
+    for each in passes:
+        assert len({*each}) == len(each)
+        assert each != sorted(each)
+    assert len({tuple(each) for each in passes}) == 6
 
 
 def test_values_of_any_form_are_joined() -> None:

@@ -192,3 +192,45 @@ def test_a_death_behind_a_pass_that_was_left_changes_nothing(
     found = run(script, 2, STRATEGIES[strategy], run_config=settings)
     assert DIED or (how == "return" and victim == 0)
     assert difference(found.weights, expected) < 1e-12
+
+
+def over_the_end(place: tuple[str, int], victim: int) -> Script:
+    """A loop that steps in each third batch, over the ends of epochs; it gathers before an epoch's first batch."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        kept = steepest.register(batches=0)
+        for epoch in steepest.epochs(epochs):
+            if place == ("before", epoch):
+                dies_here(victim)
+            x, y = samples(6)
+            with torch.no_grad():
+                loss = nn.functional.mse_loss(parts.model(x), y)
+            rate = steepest.gather(loss).mean().item()
+            if place == ("after", epoch):
+                dies_here(victim)
+            parts.optimizer.param_groups[0]["lr"] = 0.01 * (1 + min(rate, 1.0))
+            for x, y in parts.loader:
+                (nn.functional.mse_loss(parts.model(x), y) / 3).backward()
+                kept.batches += 1
+                if kept.batches % 3 == 0:
+                    parts.optimizer.step()
+                    parts.optimizer.zero_grad()
+
+    return Script(loop, optimizer=sgd(momentum=0.9), data=samples(13))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", "allreduce, two copies"])
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_sum_over_an_epochs_end_is_whole_where_a_worker_dies_as_others_gather(
+    where: str, epoch: int, strategy: str, victim: int
+) -> None:
+    settings = run_config(failure=FailureConfig(patience=math.inf, snapshot_every=1))
+    expected = over_the_end(("", -1), -1).alone(2)
+    DIED.clear()
+    script = over_the_end((where, epoch), victim)
+    found = run(script, 2, STRATEGIES[strategy], run_config=settings)
+    assert DIED
+    assert difference(found.weights, expected) < 1e-12
