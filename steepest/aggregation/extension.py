@@ -16,10 +16,13 @@ from steepest.core.tensors.memory import Memory, as_tensor
 
 
 class SharedWeights(ExchangeAround):
-    """Has replicas use the aggregator's vector, where they can, and the exchange that this stands around, too."""
+    """Has replicas use the aggregator's vector, where they can, and the exchange that this stands around, too.
 
-    # adopt: called with a flat vector of weights that all workers of this host share; returns whether the models use it
-    # from now on; nbytes: the vector's size.
+    Args:
+        adopt: called with a flat vector of weights that all workers of this host share; returns whether the
+            models use it from now on.
+        nbytes: the vector's size.
+    """
 
     def __init__(self, inner: Exchange, adopt: Callable[[torch.Tensor], bool], nbytes: int) -> None:
         super().__init__(inner)

@@ -101,8 +101,10 @@ class HostAggregator:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return memory for a payload, in the vector for weights; gradients stay where they are lent."""
-        # See `Role.destination`.
+        """Return memory for a payload, in the vector for weights; gradients stay where they are lent.
+
+        See `Role.destination`.
+        """
         if message.kind is not Kind.PUSH:
             return self._weights.destination(message, size)
         if (

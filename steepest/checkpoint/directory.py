@@ -43,8 +43,10 @@ class CheckpointDirectory:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
     def paths(self) -> list[StoragePlace]:
-        """Return the paths of all checkpoints, the oldest first; UnreachableError: storage does not answer."""
-        # damaged and unfinished ones too
+        """Return the paths of all checkpoints, the oldest first; UnreachableError: storage does not answer.
+
+        Damaged and unfinished ones too.
+        """
         with self._reaching():
             folders = self._storage.folders(self._path)
         found = [path for path in folders if _NAME.fullmatch(path.name)]

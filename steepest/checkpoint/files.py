@@ -163,8 +163,13 @@ class JobSignature:
     replicated: Sequence[Sequence[Any]] = ()
 
     def check(self, saved: Checkpoint, data: str = "continue") -> None:
-        """Check that a checkpoint fits to this job; CheckpointError says in which property it does not."""
-        # Nothing is changed. data: "new" if the number of samples may differ.
+        """Check that a checkpoint fits to this job; CheckpointError says in which property it does not.
+
+        Nothing is changed.
+
+        Args:
+            data: "new" if the number of samples may differ.
+        """
         for what, theirs, mine in (
             ("optimizer", saved.about["optimizer"], self.optimizer),
             ("flags", stateful(saved.about["flags"]), stateful(self.flags)),

@@ -24,17 +24,23 @@ TABLES = "tables"
 
 
 def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
-    """Return a manifest's bytes; `about`: see `Checkpoint`."""
-    # files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its file; a list of these
-    # for "tables".
+    """Return a manifest's bytes; `about`: see `Checkpoint`.
+
+    Args:
+        files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its file; a
+            list of these for "tables".
+    """
     text = json.dumps({"format": FORMAT, "files": files, **about}, indent=1)
     body = text.removesuffix("\n}").encode()
     return body + _seal(body)
 
 
 def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `files` and `about` as `encode_manifest` was given them."""
-    # CheckpointError: other bytes, or another format.
+    """Return `files` and `about` as `encode_manifest` was given them.
+
+    Raises:
+        CheckpointError: other bytes, or another format.
+    """
     try:
         content = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deep

@@ -77,8 +77,11 @@ class PrefixLease:
         system().start(self._renew_often, "steepest-lease")
 
     def check(self) -> None:
-        """Check that the lease is held, and renew it if that is due."""
-        # CheckpointError: another driver has it, or it cannot.
+        """Check that the lease is held, and renew it if that is due.
+
+        Raises:
+            CheckpointError: another driver has it, or it cannot.
+        """
         if self._lost is None and self._clock() - self._renewed <= self._times.lasts / 2:
             return
         try:

@@ -34,8 +34,11 @@ def narrow(values: Floats, dtype: str) -> torch.Tensor:
 
 
 def wide(value: torch.Tensor) -> npt.NDArray[Any]:
-    """Return an array of a state of tables, of which `narrow` may have made a tensor, as it was before."""
-    # ConfigurationError: it is no such tensor.
+    """Return an array of a state of tables, of which `narrow` may have made a tensor, as it was before.
+
+    Raises:
+        ConfigurationError: it is no such tensor.
+    """
     if value.dtype in (torch.bfloat16, torch.float16):
         return value.float().numpy()
     if value.dtype is not torch.int8:

@@ -160,8 +160,13 @@ def _part_of(dealing: Dealing, at: int, states: Sequence[TableState]) -> dict[st
 def increased(
     base: Mapping[str, torch.Tensor], increment: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return an increment's optimizer state, completed with the unchanged rows of its whole base."""
-    # Both by "parameter/key". CheckpointError: the increment is not one of this base.
+    """Return an increment's optimizer state, completed with the unchanged rows of its whole base.
+
+    Both by "parameter/key".
+
+    Raises:
+        CheckpointError: the increment is not one of this base.
+    """
     from steepest.tables import state
 
     before, after = by_shard(base), by_shard(increment)

@@ -42,9 +42,11 @@ class _Round:
 
 
 class ReceiveWork:
-    """A message of `nbytes` to come for a member from the one of rank `source`; `what` it is to be, in words."""
+    """A message of `nbytes` to come for a member from the one of rank `source`; `what` it is to be, in words.
 
-    # memory: flat uint8 to which it is written, or None to leave it where it lies.
+    Args:
+        memory: flat uint8 to which it is written, or None to leave it where it lies.
+    """
 
     def __init__(
         self,
@@ -75,8 +77,10 @@ class ReceiveWork:
         self.bytes()
 
     def bytes(self) -> torch.Tensor:
-        """Return the payload, flat uint8, when it is here; ConfigurationError: it is not what is awaited."""
-        # others: see `Collective`.
+        """Return the payload, flat uint8, when it is here; ConfigurationError: it is not what is awaited.
+
+        others: see `Collective`.
+        """
         self._member.until(lambda: self.found is not None, "a message", self._source)
         assert self.found is not None
         check_message(self._source, self._sent, self._member.rank, self._what)
@@ -148,8 +152,10 @@ class MemberCollective(Collective):
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """Run one call of the user's in this context, by numbers that rise and are the same on all members."""
-        # Its messages are taken for no other's.
+        """Run one call of the user's in this context, by numbers that rise and are the same on all members.
+
+        Its messages are taken for no other's.
+        """
         before, self._call = self._call, number
         try:
             yield
@@ -205,8 +211,10 @@ class MemberCollective(Collective):
         return self._lending_buffers[number][:nbytes]
 
     def result(self, nbytes: int) -> torch.Tensor:
-        """Return uninitialised memory, flat uint8, for the result of a call; used again when no view of it is left."""
-        # Few sizes, so that little memory is kept.
+        """Return uninitialised memory, flat uint8, for the result of a call; used again when no view of it is left.
+
+        Few sizes, so that little memory is kept.
+        """
         return as_tensor(self._results.empty(1 << (nbytes - 1).bit_length()))[:nbytes]
 
     def drop_lending_buffers(self) -> None:
@@ -282,9 +290,12 @@ class MemberCollective(Collective):
         self._router.pump()
 
     def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
-        """Turn the router until a condition holds that another member, named for the error, brings about."""
-        # DeadlineError: it takes too long; PeerLostError: a member is dead, the collective was aborted, or a new
-        # generation has begun.
+        """Turn the router until a condition holds that another member, named for the error, brings about.
+
+        Raises:
+            DeadlineError: it takes too long.
+            PeerLostError: a member is dead, the collective was aborted, or a new generation has begun.
+        """
         key, limit = self._key(), system().now() + self.deadline
         here = self._round()
         while not condition():
@@ -304,8 +315,10 @@ class MemberCollective(Collective):
             raise PeerLostError("the step was given up: a new generation has begun")
 
     def abort(self, reason: str) -> None:
-        """End every operation in progress, here and at the other members."""
-        # Those that wait in one answer at once when this member connects; others are told nothing.
+        """End every operation in progress, here and at the other members.
+
+        Those that wait in one answer at once when this member connects; others are told nothing.
+        """
         self._round().aborted = reason
         for other in self._others():
             with contextlib.suppress(PeerLostError, DeadlineError, ProtocolError):
@@ -342,8 +355,11 @@ class MemberCollective(Collective):
         return receipt.memory
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message: keep its payload, or end what it aborts."""
-        # ProtocolError: it comes from no member, or from one that is too far ahead.
+        """Act on one message: keep its payload, or end what it aborts.
+
+        Raises:
+            ProtocolError: it comes from no member, or from one that is too far ahead.
+        """
         if source.role != "member" or message.kind not in _TAKEN:
             raise ProtocolError(f"{message.kind.name} from {source} at a member")
         if not 0 <= source.index < self.size:

@@ -213,8 +213,10 @@ class LocalReplicas(Replicas):
         metrics: bool,
         arrive: Arrive = all_here,
     ) -> WorkerResult:
-        """Make one share's updates, and push their difference; the weights are those from before afterwards."""
-        # Arguments: see `Replicas.compute`.
+        """Make one share's updates, and push their difference; the weights are those from before afterwards.
+
+        Its arguments are those of `Replicas.compute`.
+        """
         self._has_come = not self.delays
         if self._has_come:
             arrive(None)
@@ -579,8 +581,10 @@ class LocalReplicas(Replicas):
             held.end_state()
 
     def inner_state(self, step: int) -> InnerOptimizerState:
-        """Return the inner optimizer's and schedule's state, and weights of the worker's own; see `Replicas`."""
-        # A share that was computed for a later step does not count, nor does a leased one that is not committed.
+        """Return the inner optimizer's and schedule's state, and weights of the worker's own; see `Replicas`.
+
+        A share that was computed for a later step does not count, nor does a leased one that is not committed.
+        """
         kept = (each for each in (self._earlier, self._before) if each is not None)
         later = (each for each in kept if self.batches.places.step_of(each.number) >= step)
         before = (

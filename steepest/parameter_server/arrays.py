@@ -281,8 +281,11 @@ def _whole(span: tuple[int, int]) -> tuple[int, int]:
 
 
 def named_arrays(value: ArrayTree, what: str) -> dict[str, Any]:
-    """Return arrays by name; one that was given by itself has an empty name; `what`: the argument's name in errors."""
-    # ConfigurationError: something is neither a NumPy array nor a tensor, or has no name.
+    """Return arrays by name; one that was given by itself has an empty name; `what`: the argument's name in errors.
+
+    Raises:
+        ConfigurationError: something is neither a NumPy array nor a tensor, or has no name.
+    """
     named = dict(value) if isinstance(value, Mapping) else {_ONLY: value}
     for name, array in named.items():
         if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
@@ -301,8 +304,11 @@ def called(name: str) -> str:
 
 
 def element_type(array: Any, name: str) -> ElementType:
-    """Return the element type of an array or tensor."""
-    # ConfigurationError: it is none that can be added to, or a tensor is sparse or not on the CPU.
+    """Return the element type of an array or tensor.
+
+    Raises:
+        ConfigurationError: it is none that can be added to, or a tensor is sparse or not on the CPU.
+    """
     is_torch = is_tensor(array)
     element = (
         _ELEMENTS.get(str(array.dtype).removeprefix("torch."))

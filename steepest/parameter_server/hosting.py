@@ -28,8 +28,11 @@ OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimize
 
 
 def read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> OptimizerSpec:
-    """Return the recipe of the optimizer that a user's function, called once with zeros, builds over the arrays."""
-    # ConfigurationError: it builds none over all arrays, or some array is not of floating-point numbers.
+    """Return the recipe of the optimizer that a user's function, called once with zeros, builds over the arrays.
+
+    Raises:
+        ConfigurationError: it builds none over all arrays, or some array is not of floating-point numbers.
+    """
     named = named_arrays(initial, "initial")
     elements = {name: element_type(value, name) for name, value in named.items()}
     for name, element in elements.items():

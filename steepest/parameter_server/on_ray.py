@@ -35,8 +35,10 @@ _is_forked = False
 
 
 def is_forked() -> bool:
-    """Return whether this process was forked from one that was connected to Ray."""
-    # It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
+    """Return whether this process was forked from one that was connected to Ray.
+
+    It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
+    """
     return _is_forked
 
 

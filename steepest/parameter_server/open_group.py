@@ -103,9 +103,11 @@ class OpenGroup:
         return False
 
     def committed(self, made: Made) -> tuple[Readers, Outgoing]:
-        """Answer each user: with the new weights if it asked for them, else with the version."""
-        # Where servers have copies, each is answered with the version, and only when it is known to another server,
-        # with which it outlives this process.
+        """Answer each user: with the new weights if it asked for them, else with the version.
+
+        Where servers have copies, each is answered with the version, and only when it is known to another
+        server, with which it outlives this process.
+        """
         answers: Outgoing = []
         readers = []
         for push in made.pushes:

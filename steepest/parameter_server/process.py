@@ -44,9 +44,15 @@ class ServerProcess(ProcessActor):
         initial: Mapping[str, Bytes],
         ways: str,
     ) -> Address:
-        """Host server `index`; return the address at which it listens."""
-        # Called once, on any thread. spec: the optimizer; None where updates are added to the arrays; initial: memory
-        # (flat, uint8) of all arrays by name; ways: the transport, see `ParameterServer`.
+        """Host server `index`; return the address at which it listens.
+
+        Called once, on any thread.
+
+        Args:
+            spec: the optimizer; None where updates are added to the arrays.
+            initial: memory (flat, uint8) of all arrays by name.
+            ways: the transport, see `ParameterServer`.
+        """
         layout = group.arrays.layout
         weights = allocate(layout.nbytes)
         memory = weights.numpy()
@@ -79,15 +85,19 @@ class ServerProcess(ProcessActor):
 
     @on_router
     def serves(self) -> bool:
-        """Return whether the process hosts a server that is connected to the others."""
-        # Ray starts the process of a dead server again, without a server.
+        """Return whether the process hosts a server that is connected to the others.
+
+        Ray starts the process of a dead server again, without a server.
+        """
         lost = any(peer.role in ("server", "coordinator") for peer in self.router.lost_peers)
         return self._serving is not None and not lost
 
     @on_router
     def halt(self) -> list[Decision] | None:
-        """Close all connections, keep the server's state until `succeed`."""
-        # Return the coordinator's decisions that it has. None without a server.
+        """Close all connections, keep the server's state until `succeed`.
+
+        Return the coordinator's decisions that it has. None without a server.
+        """
         self.router.clear()
         self._use(self._idle())
         self._servers = []
@@ -101,8 +111,10 @@ class ServerProcess(ProcessActor):
     def survive(
         self, heard: Sequence[Sequence[Decision]]
     ) -> tuple[Survivor, dict[tuple[int, int], int]]:
-        """Catch up with the servers whose `halt` returned `heard`."""
-        # Return what this one holds, and the pushes that it knows of.
+        """Catch up with the servers whose `halt` returned `heard`.
+
+        Return what this one holds, and the pushes that it knows of.
+        """
         assert self._serving is not None
         catch_up(self._serving, heard)
         known = {} if self._succession is None else self._succession.committed

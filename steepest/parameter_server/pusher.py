@@ -184,8 +184,10 @@ class Pusher:
                 self._begin(self._reads, request)
 
     def withdraw(self, future: Future[Any]) -> None:
-        """Write nothing more to the memory of a request, if it is not done: its caller has given up."""
-        # What the request sends still leaves, and a push is committed all the same.
+        """Write nothing more to the memory of a request, if it is not done: its caller has given up.
+
+        What the request sends still leaves, and a push is committed all the same.
+        """
         for request in self._requests.values():
             if request.future is future:
                 self._leave_memory(request)
@@ -200,8 +202,11 @@ class Pusher:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Bytes | None:
-        """Return memory for a chunk: the wanted memory where all of it belongs there, new where a part does."""
-        # Else None. See `Role.destination`; None for a chunk that is not awaited, or of a request that was withdrawn.
+        """Return memory for a chunk: the wanted memory where all of it belongs there, new where a part does.
+
+        Else None. See `Role.destination`; None for a chunk that is not awaited, or of a request that was
+        withdrawn.
+        """
         request = self._requests.get(message.sequence)
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._holders):
             raise ProtocolError(
@@ -298,8 +303,10 @@ class Pusher:
         return self._requests.pop(sequence).future
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Fail all requests, open and later ones, if a server or the coordinator is lost."""
-        # With copies they await `resume`.
+        """Fail all requests, open and later ones, if a server or the coordinator is lost.
+
+        With copies they await `resume`.
+        """
         if peer.role in ("server", "coordinator"):
             text = f"{peer} of the parameter server is gone ({reason}): it was shut down or died"
             if self._copies:

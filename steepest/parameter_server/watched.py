@@ -13,9 +13,11 @@ from steepest.runtime.places import Place
 
 
 class WatchedServers:
-    """The servers of a parameter server, of which a report is to be made."""
+    """The servers of a parameter server, of which a report is to be made.
 
-    # connection: returns this process' connection to them; None for none.
+    Args:
+        connection: returns this process' connection to them; None for none.
+    """
 
     def __init__(self, access: Access, connection: Callable[[], Connection | None]) -> None:
         self._access = access

@@ -55,8 +55,11 @@ class Storage(Protocol[P]):
         """Have a file on this machine's disk during a block; FileNotFoundError: there is none."""
 
     def write(self, file: P, blocks: Blocks) -> None:
-        """Write a file in blocks; return when it is durable; a reader may see it unfinished."""
-        # blocks: called again when the write begins anew.
+        """Write a file in blocks; return when it is durable; a reader may see it unfinished.
+
+        Args:
+            blocks: called again when the write begins anew.
+        """
 
     def replace(self, file: P, blocks: Blocks) -> None:
         """Write a file in blocks, as a whole: a reader sees all of it, or what was there before."""

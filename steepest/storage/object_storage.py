@@ -286,8 +286,10 @@ class ObjectStorage:
         return once
 
     def attempt(self, step: str, url: ObjectUrl, call: Callable[[], T]) -> T:
-        """Return what a call of the file system returns, made again as all are; `step`: such as "reading"."""
-        # FileNotFoundError, FileExistsError, StorageError: of the last attempt.
+        """Return what a call of the file system returns, made again as all are; `step`: such as "reading".
+
+        FileNotFoundError, FileExistsError, StorageError: of the last attempt.
+        """
         return self._persistently(self._once(step, url, call))
 
     def _persistently(self, attempt: Callable[[], T]) -> T:

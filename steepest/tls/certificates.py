@@ -41,9 +41,13 @@ class JobCertificate:
 
 
 def make_certificate() -> JobCertificate:
-    """Return a new certificate for ECDSA on P-256, made by the openssl command."""
-    # The key comes through a pipe, and touches no file. ConfigurationError: there is no such command here, or it
-    # failed.
+    """Return a new certificate for ECDSA on P-256, made by the openssl command.
+
+    The key comes through a pipe, and touches no file.
+
+    Raises:
+        ConfigurationError: there is no such command here, or it failed.
+    """
     try:
         made = subprocess.run(
             _COMMAND, input=_ABOUT, capture_output=True, timeout=_SECONDS, check=False

@@ -51,9 +51,14 @@ class TlsSocket(ssl.SSLSocket, EncryptedSocket):
     def sendmsg(  # type: ignore[override]
         self, buffers: Sequence[memoryview], *arguments: Any
     ) -> int:
-        """Send bytes of the first buffers; return how many the kernel took."""
-        # Large buffers are read where they lie; small ones are copied, to leave in one record. BlockingIOError: it
-        # takes none now; ConnectionError: the other end takes no more.
+        """Send bytes of the first buffers; return how many the kernel took.
+
+        Large buffers are read where they lie; small ones are copied, to leave in one record.
+
+        Raises:
+            BlockingIOError: it takes none now.
+            ConnectionError: the other end takes no more.
+        """
         limit = self._owed or RECORD
         data = buffers[0]
         if data.nbytes < limit and len(buffers) > 1:
@@ -81,9 +86,15 @@ class TlsSocket(ssl.SSLSocket, EncryptedSocket):
             raise ConnectionError("it closed the connection") from None
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive as many bytes as are there; return how many, 0 at the end of the stream."""
-        # Fewer than the buffer holds only if no more are there: OpenSSL then keeps none, so that the kernel tells when
-        # there are more. BlockingIOError: none are there; ProtocolError: what came is not what the other end has sent.
+        """Receive as many bytes as are there; return how many, 0 at the end of the stream.
+
+        Fewer than the buffer holds only if no more are there: OpenSSL then keeps none, so that the kernel tells
+        when there are more.
+
+        Raises:
+            BlockingIOError: none are there.
+            ProtocolError: what came is not what the other end has sent.
+        """
         if self._failure is not None:
             raise self._failure
         view, filled = memoryview(buffer), 0
@@ -104,17 +115,25 @@ class TlsSocket(ssl.SSLSocket, EncryptedSocket):
         return filled
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """Receive some bytes, none at the end of the stream; errors as of `recv_into`."""
-        # AuthenticationError: the other end refuses this process' certificate.
+        """Receive some bytes, none at the end of the stream; errors as of `recv_into`.
+
+        Raises:
+            AuthenticationError: the other end refuses this process' certificate.
+        """
         try:
             return super().recv(buflen, flags)
         except ssl.SSLError as error:
             raise _translated(error) from None
 
     def advance(self) -> int:
-        """Do what is possible of the handshake, not blocking."""
-        # Return 0 when it is done, or the selector's event to wait for. AuthenticationError: the certificate is not
-        # accepted; ProtocolError: no TLS 1.3, or a closed connection.
+        """Do what is possible of the handshake, not blocking.
+
+        Return 0 when it is done, or the selector's event to wait for.
+
+        Raises:
+            AuthenticationError: the certificate is not accepted.
+            ProtocolError: no TLS 1.3, or a closed connection.
+        """
         try:
             self.do_handshake()
         except ssl.SSLWantReadError:
