@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, ParameterServerStrategy
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.generators import seed_everything
-from steepest.core.engine.host_copies import DeviceCopies
+from steepest.core.engine.host_copies import HostCopies
 from steepest.core.messages.driver import Failure
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.shared_memory import allocate
@@ -214,7 +214,7 @@ def test_workers_that_share_a_gpu_are_told_that_nccl_does_not_do_that() -> None:
 @pytest.mark.skipif(models.DEVICE != "cuda", reason="pinned memory is a GPU's")
 def test_gradients_are_copied_to_memory_that_is_pinned_and_pinned_no_longer() -> None:
     memory = allocate(1 << 22)
-    copies = DeviceCopies(torch.device("cuda", 0), [memory])
+    copies = HostCopies(torch.device("cuda", 0), [memory])
     assert memory.is_pinned()
     own = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
     order: list[int] = []

@@ -7,30 +7,11 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 log = logging.getLogger(__name__)
-
-
-class HostCopies(Protocol):
-    """Copies from a device to the host that end later, in the order in which they were begun."""
-
-    def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
-        """Begin to copy `own`, on the device, to `out`; neither changes before `then` is called.
-
-        `then` is called by a later `poll` or `finish`, after those of the copies before it.
-        """
-
-    def poll(self) -> None:
-        """Call `then` of the copies that have ended, without waiting."""
-
-    def finish(self) -> None:
-        """Wait until all copies have ended, and call `then` of each."""
-
-    def drop(self) -> None:
-        """Wait until all copies have ended, and call nothing of them."""
 
 
 class _BegunCopy(NamedTuple):
@@ -38,10 +19,11 @@ class _BegunCopy(NamedTuple):
     then: Callable[[], None]
 
 
-class DeviceCopies:
-    """Copies on a stream of its own, beside that on which the model computes, see `HostCopies`.
+class HostCopies:
+    """Copies from a device to the host that end later, in the order in which they were begun.
 
-    A copy begins when what the present stream has to do by then is done. No GPU has run this yet.
+    They are on a stream of their own, beside that on which the model computes. A copy begins when what the present
+    stream has to do by then is done. No GPU has run this yet.
 
     Args:
         device: of the model.
@@ -57,7 +39,10 @@ class DeviceCopies:
                 weakref.finalize(self, _unpin, vector, device)
 
     def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
-        """See `HostCopies`."""
+        """Begin to copy `own`, on the device, to `out`; neither changes before `then` is called.
+
+        `then` is called by a later `poll` or `finish`, after those of the copies before it.
+        """
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             out.copy_(own, non_blocking=True)
@@ -65,18 +50,18 @@ class DeviceCopies:
         self._begun.append(_BegunCopy(event, then))
 
     def poll(self) -> None:
-        """See `HostCopies`."""
+        """Call `then` of the copies that have ended, without waiting."""
         while self._begun and self._begun[0].event.query():
             self._begun.popleft().then()
 
     def finish(self) -> None:
-        """See `HostCopies`."""
+        """Wait until all copies have ended, and call `then` of each."""
         while self._begun:
             self._begun[0].event.synchronize()
             self._begun.popleft().then()
 
     def drop(self) -> None:
-        """See `HostCopies`."""
+        """Wait until all copies have ended, and call nothing of them."""
         if self._begun:
             self._stream.synchronize()
             self._begun.clear()
@@ -88,7 +73,7 @@ def copies_for(
     """Return the copies of a worker's gradients from its replica's GPU; None where it has no single one."""
     if len(devices) != 1 or devices[0].type == "cpu":
         return None
-    return DeviceCopies(devices[0], memory)
+    return HostCopies(devices[0], memory)
 
 
 def _pinned(vector: torch.Tensor, device: torch.device) -> bool:
