@@ -76,9 +76,9 @@ class ExportedTable:
         first = self.values.new_full((1, self.values.shape[1]), self.unknown)
         rows = torch.cat([first, self.values])
         count, dim = rows.shape
-        found = torch.nn.Embedding(count, dim, padding_idx=0, _weight=rows)
-        found.weight.requires_grad_(False)
-        return found
+        module = torch.nn.Embedding(count, dim, padding_idx=0, _weight=rows)
+        module.weight.requires_grad_(False)
+        return module
 
     def index(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the row numbers of ids in `embedding()`, of any shape; 0 for ids without rows.
@@ -101,10 +101,10 @@ class ExportedTable:
         self._require_whole("look_up()")
         flat = _integers(ids).reshape(-1)
         places, dim = self._places(flat), self.values.shape[1]
-        found = self.values.new_full((len(flat), dim), self.unknown)
+        values = self.values.new_full((len(flat), dim), self.unknown)
         known = places >= 0
-        found[known] = self.values[places[known]]
-        return found.view(*ids.shape, dim)
+        values[known] = self.values[places[known]]
+        return values.view(*ids.shape, dim)
 
     def updated(self, changes: ExportedTable) -> ExportedTable:
         """Return these rows with later changes.
@@ -182,8 +182,8 @@ class ExportedTable:
             if _digest(tensors) != about.get("sha256"):
                 raise ValueError("its tensors do not have their checksum")
             name, version, place, base, unknown = json.loads(about["about"])
-            found = cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
-            found._check()
+            table = cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
+            table._check()
         except (
             OSError,
             SafetensorError,
@@ -193,7 +193,7 @@ class ExportedTable:
             RecursionError,
         ) as error:
             raise CheckpointError(f"no whole exported table at {path}: {error}") from error
-        return found
+        return table
 
     def _check(self) -> None:
         """Check what a file said; ValueError: `save` writes no such table."""

@@ -597,8 +597,8 @@ class LocalReplicas(Replicas):
         if self.leases_samples and not self._base_is_due:
             own = own.onto(self.layout, self._base, self.weights)
         state, plain = assemble(self.layout, records)
-        found = {name: value.clone() for name, value in state.items()}
-        return found | own.state(self.layout), plain, schedule
+        tensors = {name: value.clone() for name, value in state.items()}
+        return tensors | own.state(self.layout), plain, schedule
 
     def load_inner_state(
         self,

@@ -534,8 +534,8 @@ class TableShard(ShardRows):
         """Return the numbers of rows that are made as they are in a state."""
         keys = state.tables[rows], state.ids[rows]
         beside = {name: getattr(state, name)[rows] for name in ("until", "scores")}
-        about = state.written[rows], state.sightings[rows]
-        return self._enter(keys, state.values[rows], state.slots[rows], *about, beside)
+        marks = state.written[rows], state.sightings[rows]
+        return self._enter(keys, state.values[rows], state.slots[rows], *marks, beside)
 
     def part_of(self, states: Iterable[TableState]) -> TableState:
         """Return this shard's part of a state that `load` would take; nothing changes.

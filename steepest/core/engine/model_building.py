@@ -108,5 +108,5 @@ def _count(name: str, value: Any) -> int:
 
 def _opaque(model: Model, extensions: Sequence[Extension]) -> OpaqueParts | None:
     """Return what a model has beside the flat vector, by the first extension that knows it."""
-    found = (extension.opaque(model) for extension in extensions)
-    return next((parts for parts in found if parts is not None), None)
+    candidates = (extension.opaque(model) for extension in extensions)
+    return next((parts for parts in candidates if parts is not None), None)

@@ -161,8 +161,8 @@ class OutgoingWeights:
             payload = held.sent.clone() if packed is None else packed
         generation, version = at
         chunk = held.chunk.index
-        about = generation, sequence, version, chunk, reload, skipped
-        weights = Weights(*about, fragments, payload)
+        key = generation, sequence, version, chunk, reload, skipped
+        weights = Weights(*key, fragments, payload)
         self._send(reader, weights.pack())
 
     def _is_in_process(self, reader: Peer) -> bool:

@@ -193,8 +193,8 @@ class PushIntake:
         elif held.contributors() >= self.members:
             self._reduce(held)
         if self.spans is not None:
-            about = (push.sequence, pushed.pulled, pushed.chunk, source.index)
-            self.spans.add(SpanKind.STAGE, began, *about)
+            place = (push.sequence, pushed.pulled, pushed.chunk, source.index)
+            self.spans.add(SpanKind.STAGE, began, *place)
 
     def _may_have_joined(self, source: Peer) -> bool:
         """Return whether a worker may be a member of which this server is not told yet."""
@@ -320,19 +320,19 @@ class PushIntake:
     def _reduce(self, held: ChunkStore) -> None:
         """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
         began = 0.0 if self.spans is None else self.spans.now()
-        found = self.progress.reduce(held)
+        whole_version = self.progress.reduce(held)
         if self.spans is not None:
             self.spans.add(SpanKind.REDUCE, began, -1, self.version + 1, held.chunk.index)
-        if found is not None:
-            staged = VersionStaged(self.generation, self.version, *found)
+        if whole_version is not None:
+            staged = VersionStaged(self.generation, self.version, *whole_version)
             self._send(COORDINATOR, staged.pack())
 
     def _count(self, push: PushId, held: ChunkStore, pulled: int) -> None:
         """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
-        found = self.progress.count(push, held)
-        if found is not None:
+        whole_push = self.progress.count(push, held)
+        if whole_push is not None:
             key = (self.generation, push.incarnation, push.sequence, pulled, push.worker)
-            self._send(COORDINATOR, PushStaged(*key, *found).pack())
+            self._send(COORDINATOR, PushStaged(*key, *whole_push).pack())
 
     def forget(self, push: PushId) -> None:
         """Drop what is staged of a push, and refuse what comes of it later."""

@@ -243,9 +243,9 @@ class Replicas:
         if plan is None or (plan := plan.reaching(step)) is None:
             return None
         number, position = step * places.shares + self.worker, plan.position(step)
-        found = islice(places.indices((number, replica, 0), plan), places.micros)
+        batches = islice(places.indices((number, replica, 0), plan), places.micros)
         before = -(-position.ranges[0][0] // plan.global_batch)
-        shares = [each for each in found if len(each)]
+        shares = [each for each in batches if len(each)]
         return PastShare(shares, position.size, before)
 
     def take_over(self, other: Replicas) -> None:
@@ -264,7 +264,7 @@ class Replicas:
 
     def states(self, names: Sequence[str] = ()) -> list[Tensors]:
         """Return each replica's state (see `Model.state`), with these frozen parameters even if as installed."""
-        found = []
+        states = []
         for model in self.models:
             state = Tensors(model.state())
             for name in names:
@@ -272,8 +272,8 @@ class Replicas:
                     state[name] = (
                         self.layout.entry_view(self.weights, self.layout.index[name]).clone().cpu()
                     )
-            found.append(state)
-        return found
+            states.append(state)
+        return states
 
     def renumber(self, share: WorkShare) -> None:
         """Become another worker's replicas; the weights lie in memory of their own again.

@@ -480,10 +480,10 @@ class Server:
         else:
             is_due = held.chunk.fragment in fragments
         if is_due:
-            about = self._position, sequence
+            key = self._position, sequence
             skipped = self._is_left_out(reader)
             self._weights.send(
-                reader, held, *about, skipped=skipped, fragments=fragments, since=since
+                reader, held, *key, skipped=skipped, fragments=fragments, since=since
             )
 
     def _is_left_out(self, reader: Peer) -> bool:
@@ -492,7 +492,7 @@ class Server:
 
     def _apply(self, held: ChunkStore, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
-        spans, about = self._spans, (-1, commit.version, held.chunk.index)
+        spans, place = self._spans, (-1, commit.version, held.chunk.index)
         began = 0.0 if spans is None else spans.now()
         if commit.clock:
             held.note_time(commit.clock)
@@ -500,7 +500,7 @@ class Server:
             aggregated = self._hosts.aggregators
             held.reduce(push for push in commit.pushes if push in held.staged or not aggregated)
             if spans is not None:
-                spans.add(SpanKind.REDUCE, began, *about)
+                spans.add(SpanKind.REDUCE, began, *place)
                 began = spans.now()
         held.clip(commit.clip)
         try:
@@ -511,7 +511,7 @@ class Server:
             self.torn = RaisedUpdate.of(self.version, error)
             self._send(COORDINATOR, self.torn.to_coordinator(self._intake.generation).pack())
         if spans is not None:
-            spans.add(SpanKind.APPLY, began, *about)
+            spans.add(SpanKind.APPLY, began, *place)
 
     def _check_commit(self, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Check that all of a commit can be applied, before any of it is; ProtocolError otherwise."""
