@@ -42,16 +42,16 @@ def described(source: Any) -> tuple[Fingerprint, RowHashes]:
         source: its attribute `contents` has the arrays or the data set; without one both are empty, as
             those of data without arrays.
     """
-    found: Fingerprint = {}
+    fingerprint: Fingerprint = {}
     rows: RowHashes = {}
     try:
         for name, array in islice(_arrays(getattr(source, "contents", None), "", set()), _ARRAYS):
             each = array if isinstance(array, _Samples) else _rows_of(array)
-            found[name] = each.dtype, each.shape, _hash(each.joint.join(each.rows.values()))
+            fingerprint[name] = each.dtype, each.shape, _hash(each.joint.join(each.rows.values()))
             rows[name] = {number: _hash(row)[:8] for number, row in each.rows.items()}
     except Exception as error:  # noqa: BLE001 - data sets and arrays of any library
         log.debug("the fingerprint of the data ends here: %s", error)
-    return found, rows
+    return fingerprint, rows
 
 
 def unlike_rows(one: RowHashes, other: RowHashes) -> dict[str, list[int]]:
@@ -61,13 +61,13 @@ def unlike_rows(one: RowHashes, other: RowHashes) -> dict[str, list[int]]:
         >>> unlike_rows({"files": {0: "a", 9: "b"}}, {"files": {0: "a", 9: "c"}})
         {'files': [9]}
     """
-    found = {
+    unlike = {
         name: [
             number for number, row in rows.items() if other.get(name, {}).get(number, row) != row
         ]
         for name, rows in one.items()
     }
-    return {name: numbers for name, numbers in found.items() if numbers}
+    return {name: numbers for name, numbers in unlike.items() if numbers}
 
 
 def sample_hashes(source: Any, length: int, numbers: Sequence[int]) -> list[str] | None:
@@ -77,7 +77,7 @@ def sample_hashes(source: Any, length: int, numbers: Sequence[int]) -> list[str]
     another one when it is read once more.
     """
     contents: Any = getattr(source, "contents", None)
-    found = []
+    hashes = []
     try:
         if len(contents) != length:
             return None
@@ -85,29 +85,29 @@ def sample_hashes(source: Any, length: int, numbers: Sequence[int]) -> list[str]
             first, again = (_samples(1, {0: contents[number]}) for _ in range(2))
             if first is None or first != again:
                 return None
-            found.append(_hash(first.rows[0]))
+            hashes.append(_hash(first.rows[0]))
     except Exception as error:  # noqa: BLE001 - data sets of any library
         log.debug("samples cannot be compared: %s", error)
         return None
-    return found
+    return hashes
 
 
 def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[str]:
     """Return in words how data differ from those of another fingerprint, as JSON has it; none without arrays."""
     if not theirs or not mine:
         return []
-    found = []
+    words = []
     for name in sorted(theirs.keys() | mine.keys()):
         if name not in mine or name not in theirs:
-            found.append(f"{name} is {'gone' if name in theirs else 'new'}")
+            words.append(f"{name} is {'gone' if name in theirs else 'new'}")
             continue
         (dtype, shape, rows), (own_dtype, own_shape, own_rows) = theirs[name], mine[name]
         if (dtype, tuple(shape)) != (own_dtype, own_shape):
             was, now = f"{dtype} of shape {tuple(shape)}", f"{own_dtype} of shape {own_shape}"
-            found.append(f"{name} was {was} and is {now}")
+            words.append(f"{name} was {was} and is {now}")
         elif rows != own_rows:
-            found.append(f"{name} has other values")
-    return found
+            words.append(f"{name} has other values")
+    return words
 
 
 def _arrays(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

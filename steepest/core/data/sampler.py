@@ -183,8 +183,8 @@ class SamplePlan:
         """Return the sample indices of one replica in one step; sizes differ by at most one."""
         position = self.position(step)
         ranges = cut(position.ranges, *even_share(position.size, replica, replicas))
-        found = [self.samples_at(position.epoch, begin, end) for begin, end in ranges]
-        return found[0] if len(found) == 1 else np.concatenate([_NONE, *found])
+        samples = [self.samples_at(position.epoch, begin, end) for begin, end in ranges]
+        return samples[0] if len(samples) == 1 else np.concatenate([_NONE, *samples])
 
     def samples_at(self, epoch: int, begin: int, end: int) -> Indices:
         """Return the indices of the samples at the places from `begin` up to `end` of an epoch's order."""
@@ -222,8 +222,8 @@ class SamplePlan:
         """
         each = parts // shares
         first = share % shares * each
-        found = [self.share(share // shares, at, parts) for at in range(first, first + each)]
-        return np.concatenate(found)
+        samples = [self.share(share // shares, at, parts) for at in range(first, first + each)]
+        return np.concatenate(samples)
 
     def places(self, share: int, shares: int, parts: int) -> list[tuple[int, int, int]]:
         """Return the samples of a share as (epoch, begin, end) parts of epochs' permutations.
@@ -233,7 +233,7 @@ class SamplePlan:
         at, first = self.position(share // shares), share % shares * (parts // shares)
         begin, _ = even_share(at.size, first, parts)
         _, end = even_share(at.size, first + parts // shares - 1, parts)
-        return [(at.epoch, *found) for found in cut(at.ranges, begin, end)]
+        return [(at.epoch, *part) for part in cut(at.ranges, begin, end)]
 
     def remaining(
         self, following: int, returned: Iterable[int], shares: int, parts: int
@@ -259,7 +259,7 @@ class SamplePlan:
         for number, ranges, steps in self._begun:
             if since < steps:
                 rest = cut(ranges, since * self.global_batch, self.samples)
-                left += [(number, *found) for found in rest]
+                left += [(number, *bounds) for bounds in rest]
             since = max(since - steps, 0)
         if step >= self.end_of(self.start_epoch):
             here = self.position(step)
@@ -301,13 +301,13 @@ def cut(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Ranges:
         >>> cut([(0, 4), (6, 9)], 2, 5)
         ((2, 4), (6, 7))
     """
-    found = []
+    parts = []
     for first, last in ranges:
         a, b = max(first + begin, first), min(first + end, last)
         if a < b:
-            found.append((a, b))
+            parts.append((a, b))
         begin, end = begin - (last - first), end - (last - first)
-    return tuple(found)
+    return tuple(parts)
 
 
 def _length(ranges: Iterable[tuple[int, int]]) -> int:
@@ -316,13 +316,13 @@ def _length(ranges: Iterable[tuple[int, int]]) -> int:
 
 def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Return ranges in order, with neighbours joined and empty ones left out."""
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for epoch, begin, end in sorted(ranges):
-        if found and found[-1][0] == epoch and found[-1][2] == begin:
-            found[-1] = (epoch, found[-1][1], end)
+        if merged and merged[-1][0] == epoch and merged[-1][2] == begin:
+            merged[-1] = (epoch, merged[-1][1], end)
         elif begin < end:
-            found.append((epoch, begin, end))
-    return found
+            merged.append((epoch, begin, end))
+    return merged
 
 
 def _shuffled(generator: np.random.Generator, samples: int, blocks: Blocks | None) -> Indices:

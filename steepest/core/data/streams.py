@@ -30,10 +30,10 @@ class StreamPlace(NamedTuple):
 
     def at(self, step: int, micro: int = 0) -> int:
         """Return how many batches of the pass, or of the one before, come before the `micro`-th batches of a step."""
-        found = self.base + (step * self.micros + micro) * self.replicas
-        if found < 0 and self.before is not None:
+        batches = self.base + (step * self.micros + micro) * self.replicas
+        if batches < 0 and self.before is not None:
             return self.before.at(step, micro)
-        return max(found, 0)
+        return max(batches, 0)
 
 
 class StreamSource:

@@ -230,8 +230,8 @@ class BatchLoader:
 
     def _model_seeds(self, place: Place) -> bool:
         """Return whether a place's model seeds all generators where it takes its batch."""
-        found: bool = getattr(self._models[place[1]].data, "model_seeds", False)
-        return found
+        seeds: bool = getattr(self._models[place[1]].data, "model_seeds", False)
+        return seeds
 
     def _seed_for(self, place: Place) -> None:
         """Seed all generators as for the batch of a place, unless there is none, and its model seeds them."""

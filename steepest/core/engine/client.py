@@ -217,8 +217,8 @@ class Client:
                 earlier.future.cancel()
         whole = what in ("weights", "state")
         weights = self._layout.allocate() if whole else None
-        found, servers = SharedState(-1, weights), set(range(self._servers))
-        read = _Reading(Future(), found, torch.empty(0) if weights is None else weights, servers)
+        state, servers = SharedState(-1, weights), set(range(self._servers))
+        read = _Reading(Future(), state, torch.empty(0) if weights is None else weights, servers)
         read.held = [] if held else None
         self._reads[self._requests] = read
         order = Read(self._requests, what, chunks, options, at)
@@ -231,13 +231,13 @@ class Client:
         Each server sends at most two further pieces until the next call. Those that are not taken are
         part of the answer.
         """
-        found: list[Record] = []
+        records: list[Record] = []
         for sequence, read in self._reads.items():
             if read.future is future:
-                found = [record for record in read.records.values() if record is not None]
+                records = [record for record in read.records.values() if record is not None]
                 read.records = dict.fromkeys(read.records)
                 self._go_on(sequence, read)
-        return found
+        return records
 
     def give_up(self, future: Future[SharedState], error: Exception) -> None:
         """Fail a read, unless it is answered; what servers still send of it is dropped."""
@@ -514,19 +514,19 @@ class Client:
 
     def doing(self) -> Status:
         """Return what the driver has asked for and not been sent, see `Role.doing`."""
-        found = []
+        words = []
         for read in list(self._reads.values()):
             servers = listed(map(server_peer, sorted(read.awaited)))
-            found.append(f"waits for the state that is read of {servers}")
+            words.append(f"waits for the state that is read of {servers}")
         for install in list(self._installs.values()):
             parts = len(install.unacknowledged)
             who = f"servers to take {parts} parts of" if parts else "the coordinator to install"
-            found.append(f"waits for {who} a state")
+            words.append(f"waits for {who} a state")
         if self._answers:
-            found.append(f"waits for {len(self._answers)} answers of the coordinator")
+            words.append(f"waits for {len(self._answers)} answers of the coordinator")
         seconds = self._now() - self._since
         known = f"knows of version {self.position.version}; no step has ended for {seconds:.1f} s"
-        return Status(listed([known, *found]))
+        return Status(listed([known, *words]))
 
 
 def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:

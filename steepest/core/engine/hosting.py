@@ -77,7 +77,7 @@ def build_replicas(
         workers=job.num_workers,
     )
     made = (each.replicas(job, share, models, devices, memory) for each in extensions)
-    replicas = next((found for found in made if found is not None), None)
+    replicas = next((candidate for candidate in made if candidate is not None), None)
     home = devices[0] if job.stays_on_gpu(serves=serves) else CPU
     if replicas is not None:
         pass
@@ -292,8 +292,8 @@ def _compressor(
 ) -> Compressor:
     """Return the compressor that an extension has; ConfigurationError: none has one."""
     for extension in extensions:
-        if (found := extension.compressor(layout, codec, packed)) is not None:
-            return found
+        if (compressor := extension.compressor(layout, codec, packed)) is not None:
+            return compressor
     raise ConfigurationError(
         f"gradients travel as {type(codec).__name__}, and this process can pack none: give host_worker() an "
         "extension that has a compressor, or the strategy no codec"

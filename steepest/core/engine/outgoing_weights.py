@@ -54,8 +54,8 @@ class SentChanges:
             return self._changes[-1][1] if self._changes else None
         if version < self._since:
             return None
-        found = [packed for made, packed in self._changes if made > version]
-        return torch.cat(found) if len(found) > 1 else next(iter(found), None)
+        parts = [packed for made, packed in self._changes if made > version]
+        return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
 
 class OutgoingWeights:

@@ -18,8 +18,8 @@ def gpu_of(index: int) -> torch.device:
     Raises:
         ConfigurationError: torch sees none.
     """
-    found = torch.accelerator.current_accelerator()
-    kind = "cuda" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
     there = torch.get_device_module(kind)
     if not there.is_available():
         raise ConfigurationError(

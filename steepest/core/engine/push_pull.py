@@ -168,11 +168,11 @@ class PushPull:
 
     def _is_last(self, chunk: int, lacking: dict[int, int]) -> bool:
         """Count a chunk for its servers; return whether one of them would have the whole gradient with it."""
-        found = False
+        has_passed = False
         for server in self._holders[chunk]:
             lacking[server] -= 1
-            found = found or lacking[server] == 0
-        return found
+            has_passed = has_passed or lacking[server] == 0
+        return has_passed
 
     def _push(self, chunk: int, push: Push) -> None:
         """Send a chunk to each of its servers."""

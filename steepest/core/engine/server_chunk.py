@@ -212,15 +212,15 @@ class ServerChunk(ChunkStore):
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
         """Return (worker, parameter) of NaN and infinity, see `ChunkStore.culprits`."""
-        found = []
+        culprits = []
         for push in chosen:
             if self.staged[push].payload is not None:
                 payload = self._values(self.staged[push]).to(self.chunk.dtype).view(torch.uint8)
                 views = self._layout.slice_views(self.chunk, payload)
                 for name, view in zip(self._names, views, strict=True):
                     if not bool(torch.isfinite(view).all()):
-                        found.append((push.worker, name))
-        return found or [(-1, self._names[0])]
+                        culprits.append((push.worker, name))
+        return culprits or [(-1, self._names[0])]
 
     def _raise_of_codec(self) -> None:
         """Raise what a user's codec raised in `reduce`, as an optimizer's error."""

@@ -49,12 +49,12 @@ class SpanRing:
         count = self.count
         if count - number < max(least, 1):
             return number, b""
-        found = bytes(self.memory)
+        memory = bytes(self.memory)
         first = max(number, self.count - self.capacity + 1)  # older ones were overwritten meanwhile
         if first >= count:
             return count, b""
         begin, end = (each % self.capacity * SPAN.size for each in (first, count))
-        return count, found[begin:end] if begin < end else found[begin:] + found[:end]
+        return count, memory[begin:end] if begin < end else memory[begin:] + memory[:end]
 
 
 class RoleSpans:

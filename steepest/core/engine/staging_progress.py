@@ -89,10 +89,10 @@ class StagingProgress:
         progress = self._pushes.get(push)
         if progress is None:
             progress = self._pushes[push] = _StagedChunks(self._chunks)
-        found = self._note(progress, held, held.check(push), [push])
-        if found is not None:
+        whole = self._note(progress, held, held.check(push), [push])
+        if whole is not None:
             del self._pushes[push]
-        return found
+        return whole
 
     def _note(
         self, progress: _StagedChunks, held: ChunkStore, squares: float, pushes: Sequence[PushId]

@@ -63,14 +63,14 @@ def raise_step_error(
     if failure.reason == "unlike":
         raise ModelError(f"step {step}: {failure.why}; nothing of the step was applied")
     if failure.reason == "nonfinite":
-        found = ", ".join(
+        named = ", ".join(
             f"{name!r} of worker {worker}"
             if worker >= 0
             else f"{name!r} (the sum over workers overflows)"
             for worker, name in failure.culprits[:5]
         )
         raise NonFiniteError(
-            f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was "
+            f"step {step}: the gradient of {named} holds NaN or infinity; nothing of the step was "
             "applied: lower the learning rate, or look at the data and the loss"
         )
     frames = "\n".join(f"{name} is in:\n{where}" for name, _, where in late if where)

@@ -43,12 +43,12 @@ class HostMap:
 
         A host with a server and several workers has one.
         """
-        found: dict[int, tuple[int, ...]] = {}
+        by_server: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
             workers = tuple(worker for worker, where in enumerate(self.workers) if where == host)
             if len(workers) > 1:
-                found[self.servers.index(host)] = workers
-        return found
+                by_server[self.servers.index(host)] = workers
+        return by_server
 
     def summed_by(self, aggregator: int) -> tuple[int, ...]:
         """Return the workers whose gradients may be pushed as one sum by the aggregator of an index."""

@@ -25,13 +25,13 @@ def mean_metrics(parts: Iterable[Measured]) -> tuple[dict[str, float], dict[str,
     weights: dict[str, float] = {}
     for name in sorted({name for part in parts for name in part.metrics}):
         having = [part for part in parts if name in part.metrics]
-        found = [(part.metrics[name], part.weights.get(name, part.weight)) for part in having]
+        values = [(part.metrics[name], part.weights.get(name, part.weight)) for part in having]
         own = any(name in part.weights for part in having)
-        total = sum([weight for _, weight in found])
+        total = sum([weight for _, weight in values])
         if total:
-            means[name] = sum([value * weight for value, weight in found if weight]) / total
+            means[name] = sum([value * weight for value, weight in values if weight]) / total
         else:
-            means[name] = found[0][0] if own else math.nan
+            means[name] = values[0][0] if own else math.nan
         if own:
             weights[name] = total
     return means, weights

@@ -236,21 +236,21 @@ def _pack(parts: list[_BodyField]) -> list[str]:
 
 
 def _unpack(parts: list[_BodyField]) -> list[str]:
-    found = []
+    arguments = []
     for part in sorted(parts, key=lambda part: part.keyword_only):
         name = f"{part.name}=" if part.keyword_only else ""
         if part.slot is not None:
-            found.append(f"{name}message.{part.slot}")
+            arguments.append(f"{name}message.{part.slot}")
             continue
         read = f"read_{part.name}" if part.field is not None and part.field.read is not None else ""
         value = f"{read}(meta[{part.name!r}])"
         if not part.needed:
             value = f"{value} if {part.name!r} in meta else default_{part.name}"
-        found.append(name + value)
+        arguments.append(name + value)
     return [
         "def unpack(message):",
         "    meta = message.meta or nothing",
-        f"    return cls({', '.join(found)})",
+        f"    return cls({', '.join(arguments)})",
     ]
 
 

@@ -58,7 +58,7 @@ def chosen_buffers(chosen: Mapping[str, str] | None, module: torch.nn.Module) ->
         )
     buffers = [plain(name) for name, _ in module.named_buffers(remove_duplicate=False)]
     names = [*buffers, *(plain(name) for name, _ in module.named_parameters())]
-    found = {}
+    by_name = {}
     for pattern, value in chosen.items():
         require_choice(f"buffers[{pattern!r:.80}]", value, ("mean", "first"))
         fitting = fnmatch.filter(names, pattern)
@@ -68,8 +68,8 @@ def chosen_buffers(chosen: Mapping[str, str] | None, module: torch.nn.Module) ->
                 f"({', '.join(buffers[:8]) or 'there are none'}) "
                 'and parameters: give a name of named_buffers(), or a pattern such as "*.queue"'
             )
-        found.update(dict.fromkeys(fitting, value))
-    return found
+        by_name.update(dict.fromkeys(fitting, value))
+    return by_name
 
 
 def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:

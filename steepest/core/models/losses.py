@@ -44,8 +44,8 @@ def own_loss(output: Any) -> torch.Tensor:
             "(and, in each batch, the labels) whose output has .loss, or subclass TorchModel and "
             "write loss(self, batch)"
         )
-    found: torch.Tensor = loss
-    return found
+    mean: torch.Tensor = loss
+    return mean
 
 
 def users_line() -> str:
@@ -128,14 +128,14 @@ def with_parts(
     Raises:
         ModelError: a metric has the name of a loss, or a loss is not named by a string.
     """
-    found = dict(metrics)
+    numbers = dict(metrics)
     for name, value in parts.items():
         if name in metrics or not isinstance(name, str):
             raise ModelError(
                 f"a loss is named {name!r:.200}: name it by a string that no metric has"
             )
-        found[name] = value.item() / per
-    return found
+        numbers[name] = value.item() / per
+    return numbers
 
 
 def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:

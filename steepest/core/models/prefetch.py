@@ -107,14 +107,14 @@ class AwaitedParameter(torch.nn.Parameter):
     ) -> Any:
         """Call a function of torch, or get an attribute, when its parameters' weights are here."""
         kwargs = kwargs or {}
-        found = [
+        awaited = [
             value
             for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor)
             if type(value) is AwaitedParameter
         ]
-        for parameter in found:
+        for parameter in awaited:
             parameter._gates.wait(parameter)
-        if not found:
+        if not awaited:
             raise AssertionError(f"{func} was given an awaited parameter that was not found")
         return func(*args, **kwargs)
 

@@ -105,7 +105,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping):
         raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
-    found = {}
+    numbers = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise ModelError(
@@ -117,8 +117,8 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
                 "tensor without "
                 "dimensions"
             )
-        found[name] = number
-    return found
+        numbers[name] = number
+    return numbers
 
 
 def validate_computed(computed: Any) -> Computed:

@@ -286,10 +286,10 @@ class TorchModel(Model):
             ModelError: the optimizer leaves one of them out then, too.
         """
         frozen = self._parameters.keys() - self._trainable - self._untrained
-        found = frozenset(name for name in frozen if self._now(name).requires_grad)
-        if found - self.optimizer_spec.trainable():
-            self._unfreeze(found)
-        return found
+        names = frozenset(name for name in frozen if self._now(name).requires_grad)
+        if names - self.optimizer_spec.trainable():
+            self._unfreeze(names)
+        return names
 
     def _now(self, name: str) -> torch.nn.Parameter:
         """Return a parameter; the model may have put another object in a frozen one's place."""
@@ -445,12 +445,14 @@ class TorchModel(Model):
         for index in sorted(missing):
             missing[index].zero_()
             ready(index, self._weight, False)
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if metrics:
             with torch.no_grad():
-                found = with_parts(parts, checked_metrics(self.metrics(batch)), self._per(samples))
+                numbers = with_parts(
+                    parts, checked_metrics(self.metrics(batch)), self._per(samples)
+                )
         self._output = None
-        return Computed(loss.item() / self._per(samples), self._weight, samples, found)
+        return Computed(loss.item() / self._per(samples), self._weight, samples, numbers)
 
     def _run_forward(self, batch: Any, arrive: Arrive) -> Weighed:
         """Return the loss of a batch."""
@@ -492,8 +494,8 @@ class TorchModel(Model):
         """Check once, where several batches make an update, that the loss is a mean; ModelError: it is a sum."""
         if self._sums or self._share is None or self._share.whole == self._share.samples:
             return
-        if (found := summed_by(weighed.loss, weighed.samples)) is not None:
-            name, is_certain = found
+        if (operation := summed_by(weighed.loss, weighed.samples)) is not None:
+            name, is_certain = operation
             if is_certain:
                 raise ModelError(SUMMED.format(name, _DO))
             log.warning(SUMMED.format(name, _DO) + PERHAPS)
@@ -546,8 +548,8 @@ class TorchModel(Model):
             with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
             loss, parts, samples, weight = weigh(batch, result, self._share, self._sums)
-            found = checked_metrics(self.metrics(batch))
-            metrics = with_parts(parts, found, self._per(samples))
+            numbers = checked_metrics(self.metrics(batch))
+            metrics = with_parts(parts, numbers, self._per(samples))
         finally:
             self._output = None
             for module, training in modes:

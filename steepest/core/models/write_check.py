@@ -82,13 +82,13 @@ class WriteCheck:
             yield
         finally:
             before = before if values is self._values else None  # `watch` was called meanwhile
-            found = self._find(versions, before)
-            if found is not None:
+            written = self._find(versions, before)
+            if written is not None:
                 self._put_back()
                 if before is not None:
                     self._values.copy_(before)
-        if found is not None:
-            raise ModelError(refusal(found) + ("" if before is not None else _NOT_UNDONE))
+        if written is not None:
+            raise ModelError(refusal(written) + ("" if before is not None else _NOT_UNDONE))
 
     def reseat(self) -> str | None:
         """Put parameters that lie elsewhere, or have others in their places, where they belong.

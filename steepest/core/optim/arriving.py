@@ -33,7 +33,7 @@ def arriving_state(
     Raises:
         ConfigurationError: it cannot be carried, or is not that of its parameters.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     plain: list[str] = []
     for index, group in enumerate(optimizer.param_groups):
         own = {k: v for k, v in own_values(optimizer, index).items() if k in spec.own}
@@ -53,9 +53,9 @@ def arriving_state(
                     _check_shape(
                         f"{spec.name} arrives with {key!r} of {name!r}", value, parameter, spec
                     )
-                found[f"{name}/{key}"] = value.cpu().clone()
+                tensors[f"{name}/{key}"] = value.cpu().clone()
                 plain += [f"{name}/{key}"] if is_plain else []
-    return ArrivingState(found, tuple(plain)) if found else None
+    return ArrivingState(tensors, tuple(plain)) if tensors else None
 
 
 def _check_shape(

@@ -80,8 +80,8 @@ class OwnValues:
     def changed(self, index: int) -> dict[str, Any]:
         """Return what the optimizer has changed itself in a group, and in itself, by key."""
         before = self._set[index]
-        found = own_values(self._optimizer, index)
-        return {k: v for k, v in found.items() if not same(before.get(k), taken(v))}
+        values = own_values(self._optimizer, index)
+        return {k: v for k, v in values.items() if not same(before.get(k), taken(v))}
 
     def load(self, index: int, values: Mapping[str, Any]) -> None:
         """Set what `changed` returned."""

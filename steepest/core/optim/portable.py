@@ -102,14 +102,14 @@ def unpack(packed: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, Any]:
     Raises:
         ValueError: parts are missing, or make no sense.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     used: set[str] = set()
     for key, (tensor, plain) in packed.items():
         if not plain:
             continue
         check_packed(tensor)
         if not is_text(tensor):
-            found[key] = tensor.item()
+            values[key] = tensor.item()
             continue
 
         def inside(number: int, key: str = key) -> torch.Tensor:
@@ -120,6 +120,6 @@ def unpack(packed: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, Any]:
             used.add(name)
             return part
 
-        found[key] = from_json(json.loads(tensor.numpy().tobytes()), inside)
+        values[key] = from_json(json.loads(tensor.numpy().tobytes()), inside)
     rest = {k: v for k, (v, plain) in packed.items() if not plain and k not in used}
-    return found | rest
+    return values | rest

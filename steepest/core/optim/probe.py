@@ -115,9 +115,9 @@ class _Trial:
             except Exception:  # noqa: BLE001 - the user's optimizer, which may want another shape
                 return False
             whole = expected.detach().flatten()
-            found = torch.cat([copy.parameters[0].detach() for copy in copies])
+            joined = torch.cat([copy.parameters[0].detach() for copy in copies])
             nothing = 1e-12 * float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
-            if not torch.allclose(found, whole, rtol=1e-9, atol=nothing, equal_nan=True):
+            if not torch.allclose(joined, whole, rtol=1e-9, atol=nothing, equal_nan=True):
                 return False
         return True
 
@@ -127,18 +127,18 @@ class _Trial:
         TypeError says what cannot be carried. Afterwards `elementwise` also says whether state can be split
         with its parameter.
         """
-        optimizer, found = self.whole.optimizer, set[str]()
+        optimizer, changed_keys = self.whole.optimizer, set[str]()
         for group, (before, now) in enumerate(zip(self._before, self._own(), strict=True)):
             keys = {key for key, value in now.items() if not same(before.get(key), value)}
             values = own_values(optimizer, group)
             pack_all({key: values[key] for key in keys})
-            found |= keys
+            changed_keys |= keys
         for key, state in optimizer.state.items():
             if not any(key is parameter for parameter in self.whole.parameters):
                 raise TypeError(f"state of {key!r:.80}, which is no parameter")
             if any(_is_flat(value, key) for value, plain in pack_all(state).values() if not plain):
                 self.elementwise = False
-        return frozenset(found)
+        return frozenset(changed_keys)
 
     def counts_alike(self, keys: frozenset[str]) -> bool:
         """Return whether what changes does so for each parameter alone as for all together."""
@@ -216,14 +216,14 @@ def _examples(shapes: Sequence[Shape], largest: int) -> list[Shape]:
     by_dimensions: dict[int, Shape] = {}
     for shape in sorted(shapes, key=math.prod):
         by_dimensions[len(shape)] = shape
-    found = []
+    examples = []
     for shape in by_dimensions.values():
         room, cut = _MOST_ELEMENTS, []
         for size in shape:
             cut.append(max(1, min(size, largest, room)))
             room //= cut[-1]
-        found.append(tuple(cut))
-    return found if any(math.prod(shape) > 1 for shape in found) else [*found, (4, 6)]
+        examples.append(tuple(cut))
+    return examples if any(math.prod(shape) > 1 for shape in examples) else [*examples, (4, 6)]
 
 
 def _is_flat(value: torch.Tensor, parameter: torch.Tensor) -> bool:

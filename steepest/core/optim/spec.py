@@ -143,17 +143,17 @@ class OptimizerSpec:
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
         spec = cls(type(optimizer), defaults, tuple(groups))
         shapes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
-        found = spec._tried(shapes)
+        findings = spec._tried(shapes)
         plain = tuple(
-            (own, {k: v if group_key(k) in found.own else _plain(v) for k, v in hyper.items()})
+            (own, {k: v if group_key(k) in findings.own else _plain(v) for k, v in hyper.items()})
             for own, hyper in groups
         )
         spec = replace(
             spec,
             groups=plain,
-            elementwise=found.elementwise,
-            coupled=found.coupled,
-            own=found.own,
+            elementwise=findings.elementwise,
+            coupled=findings.coupled,
+            own=findings.own,
             lr_scheduler=lr_scheduler,
             learning_rate=learning_rate,
         )
@@ -268,17 +268,17 @@ class OptimizerSpec:
         """
         changed = []
         for (_, base), group in zip(self.groups, groups, strict=True):
-            found: Hyperparameters = {}
+            changes: Hyperparameters = {}
             if all(map(operator.is_, base.values(), map(group.get, base))):
-                changed.append(found)
+                changed.append(changes)
                 continue  # as in most steps
             for key, own in base.items():
                 value = group.get(key)
                 if value is own or not self._is_set(key, by_optimizer):
                     continue
                 if (now := _plain(group[key])) != own:
-                    found[key] = now
-            changed.append(found)
+                    changes[key] = now
+            changed.append(changes)
         return changed
 
     def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:

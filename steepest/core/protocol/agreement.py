@@ -65,8 +65,8 @@ def _compare(reports: Mapping[int, Report], groups: Sequence[Mapping[str, Any]])
     digests = {worker: report.digest for worker, report in reports.items() if report.digest}
 
     def differ(part: Callable[[StepDigest], Any]) -> bool:
-        found = (part(digest) for digest in digests.values())
-        return len({each for each in found if each is not None}) > 1
+        values = (part(digest) for digest in digests.values())
+        return len({each for each in values if each is not None}) > 1
 
     if differ(lambda digest: digest[:3] if digest.step is not None else None) or differ(
         lambda digest: digest.optimizer
@@ -100,8 +100,8 @@ def _unlike(what: str, values: Mapping[int, Any], verb: str, do: str) -> UnlikeE
     by_value: dict[str, list[int]] = {}
     for worker, value in sorted(values.items()):
         by_value.setdefault(str(value), []).append(worker)
-    found = sorted((worker, value) for value, own in by_value.items() for worker in own[:2])
-    listed = ", ".join(f"worker {worker} {verb} {value}" for worker, value in found[:_MOST_SHOWN])
+    shown = sorted((worker, value) for value, own in by_value.items() for worker in own[:2])
+    listed = ", ".join(f"worker {worker} {verb} {value}" for worker, value in shown[:_MOST_SHOWN])
     return UnlikeError(f"workers disagree about {what}: {listed}; {do}")
 
 

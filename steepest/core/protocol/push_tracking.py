@@ -78,12 +78,12 @@ class Staging(ABC):
 
     def culprits(self, pushes: Sequence[Staged]) -> Culprits:
         """Return NaN and infinity in complete pushes: each parameter once for each worker, not for each chunk."""
-        found = (
+        culprits = (
             (worker, name)
             for message in self._messages(pushes)
             for worker, name in message.culprits
         )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(culprits))
 
     def norm(self, pushes: Sequence[Staged]) -> float | None:
         """Return the norm of the gradient that complete pushes make; None if it is not known."""

@@ -261,6 +261,6 @@ class Leases:
 
         The caller sends them: they count as sent.
         """
-        found = [worker for worker in workers if self.sent[worker] < version]
-        self.sent |= dict.fromkeys(found, version)
-        return found
+        late = [worker for worker in workers if self.sent[worker] < version]
+        self.sent |= dict.fromkeys(late, version)
+        return late

@@ -71,8 +71,8 @@ def summarize(
     places = [report.digest for report in pushes if report.digest is not None]
     if known_epochs := [place.epoch for place in places if place.epoch is not None]:
         summary["epoch"] = known_epochs[0]
-    if found := [report.hyper for report in pushes if report.hyper is not None]:
-        summary["hyper"] = found[0]
+    if hypers := [report.hyper for report in pushes if report.hyper is not None]:
+        summary["hyper"] = hypers[0]
     with_loss = [report for report in pushes if report.loss is not None]
     if not stats or not with_loss:
         return summary

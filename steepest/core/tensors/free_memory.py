@@ -19,8 +19,8 @@ def free_bytes(machine: Path = _MACHINE, group: Path = _GROUP) -> int | None:
         machine: Linux' file of the machine's memory.
         group: the folder of the control group (version 2) whose limit holds, if there is one, as in a container.
     """
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(machine), re.MULTILINE)
-    free = [int(found[1]) << 10] if found else []
+    line = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(machine), re.MULTILINE)
+    free = [int(line[1]) << 10] if line else []
     limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
         files = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)

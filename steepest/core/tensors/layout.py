@@ -261,11 +261,11 @@ class ParameterLayout:
     @cached_property
     def chunks_of(self) -> tuple[tuple[int, ...], ...]:
         """The indices of the chunks in which each entry lies, by entry."""
-        found: list[list[int]] = [[] for _ in self.entries]
+        by_entry: list[list[int]] = [[] for _ in self.entries]
         for chunk in self.chunks:
             for piece in chunk.slices:
-                found[piece.entry].append(chunk.index)
-        return tuple(tuple(chunks) for chunks in found)
+                by_entry[piece.entry].append(chunk.index)
+        return tuple(tuple(chunks) for chunks in by_entry)
 
     @cached_property
     def chunk_elements(self) -> tuple[int, ...]:
@@ -454,13 +454,13 @@ def _fragments(
             f"fragment needs one: give at most {max(len(layers), 1)}"
         )
     total, before, last = max(sum(layer[2] for layer in layers), 1), 0, -1
-    found: dict[str, int] = {}
+    fragments: dict[str, int] = {}
     for index, (_, names, nbytes) in enumerate(layers):
         middle = (2 * before + nbytes) * count // (2 * total)
         last = min(max(middle, count - len(layers) + index, last), last + 1, count - 1)
         before += nbytes
-        found |= dict.fromkeys(names, last)
-    return found
+        fragments |= dict.fromkeys(names, last)
+    return fragments
 
 
 def _has(group: Iterable[Entry], names: Collection[str]) -> bool:
@@ -470,15 +470,15 @@ def _has(group: Iterable[Entry], names: Collection[str]) -> bool:
 
 def _joined(kinds: Mapping[_Kind, list[Entry]], target: int) -> dict[_Kind, list[Entry]]:
     """Return entries by kind, those that lie apart with the others of their kind where `target` bytes are enough."""
-    found, step = dict(kinds), _unit(target, 1)
+    joined, step = dict(kinds), _unit(target, 1)
     for frozen, element, part, is_apart in kinds:
         others, own = (frozen, element, part, False), (frozen, element, part, True)
-        if is_apart and others in found:
-            both = [*found[others], *found[own]]
+        if is_apart and others in joined:
+            both = [*joined[others], *joined[own]]
             if sum(_aligned(entry.nbytes, ALIGNMENT) for entry in both) <= target // step * step:
-                del found[own]
-                found[others] = both
-    return found
+                del joined[own]
+                joined[others] = both
+    return joined
 
 
 def _aligned(offset: int, unit: int) -> int:
@@ -534,11 +534,11 @@ def _even_cuts(start: int, stop: int, target: int, least: int, multiple: int) ->
 def _slices(
     placed: Sequence[tuple[int, Entry]], start: int, stop: int, itemsize: int
 ) -> tuple[Slice, ...]:
-    found = []
+    slices = []
     for index, entry in placed:
         begin, end = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
         if begin < end:
-            found.append(
+            slices.append(
                 Slice(index, (begin - entry.offset) // itemsize, (end - entry.offset) // itemsize)
             )
-    return tuple(found)
+    return tuple(slices)

@@ -194,13 +194,13 @@ def prove(
     expected = _proof(token, b"accept", second, first, answer)
     if not hmac.compare_digest(_receive_exactly(sock, _PROOF, deadline), expected):
         raise AuthenticationError("the other end does not know this job's token")
-    found = _unpack(answer)
-    if meant and set(found) != set(meant):
+    roles = _unpack(answer)
+    if meant and set(roles) != set(meant):
         raise ProtocolError(
-            f"{names_of(meant)} was meant, but {names_of(found)} answers there: the address is out "
+            f"{names_of(meant)} was meant, but {names_of(roles)} answers there: the address is out "
             "of date"
         )
-    return found
+    return roles
 
 
 def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:

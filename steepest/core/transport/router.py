@@ -477,8 +477,8 @@ class Router:
 
     def doing(self) -> list[tuple[Peer, Status]]:
         """Return what each role does or waits for, see `Role.doing`; any thread may ask."""
-        found = [(peer, _doing(role)) for peer, role in list(self._roles.items())]
-        return [(peer, status) for peer, status in found if status.words]
+        statuses = [(peer, _doing(role)) for peer, role in list(self._roles.items())]
+        return [(peer, status) for peer, status in statuses if status.words]
 
     @property
     def busy(self) -> float:

@@ -314,19 +314,19 @@ class WireTransport:
         if not timeout:
             return self._selector.select(0)
         began = time.perf_counter()
-        found: list[tuple[selectors.SelectorKey, int]] = []
+        ready: list[tuple[selectors.SelectorKey, int]] = []
         while (
             self._short >= _BRISK_AFTER
-            and not found
+            and not ready
             and time.perf_counter() - began < _BRISK_SECONDS
         ):
-            found = self._selector.select(0)
-            if not found:
+            ready = self._selector.select(0)
+            if not ready:
                 os.sched_yield()
-        if not found:
-            found = self._selector.select(timeout)
+        if not ready:
+            ready = self._selector.select(timeout)
             self._short = self._short + 1 if time.perf_counter() - began < _BRISK_SECONDS else 0
-        return found
+        return ready
 
     def _read(self, channel: WireChannel) -> None:
         """Read the messages of a channel that has bytes; close it if the stream has failed."""

@@ -195,11 +195,11 @@ class WireChannel:
 
     def _borrow(self, notice: memoryview, size: int) -> Bytes | None:
         """Return a lent payload; None, and ask for its bytes, if it cannot be mapped."""
-        found = self._borrower.borrow(notice, size, self._descriptors)
-        if found is None:
+        payload = self._borrower.borrow(notice, size, self._descriptors)
+        if payload is None:
             self._append(memoryview(control(SEND_AGAIN, shared_memory.NOTICE.unpack(notice)[1])))
             self._transport.gather(self)
-        return found
+        return payload
 
     def _send_again(self, slot: int) -> None:
         """Send the bytes of the payload lent in a slot, which the other end could not map."""
