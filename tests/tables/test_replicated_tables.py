@@ -76,11 +76,23 @@ def tastes(rate: float = 0.1, momentum: float = 0.0, **settings: Any) -> ModelCr
 
 
 def everything(sgd: DistributedSGD) -> dict[str, Tensor]:
-    """The weights of the dense layer, and all rows of both tables."""
-    found = {name: value for name, value in sgd.weights().items() if name.startswith("head")}
-    for name, count in (("users", USERS), ("it/ems", ITEMS)):
-        found[name] = sgd.export_table(name).look_up(torch.arange(count))
-    return found
+    """The weights of the dense layer, and what the job answers for all ids of both tables."""
+
+    def looked_up(model: TorchModel) -> dict[str, Tensor]:
+        with torch.no_grad():
+            items = torch.arange(ITEMS)[:, None]
+            return {
+                "users": model.module.users(torch.arange(USERS)),
+                "it/ems": model.module.items({"bought": items, "seen": items})["bought"],
+            }
+
+    dense = {name: value for name, value in sgd.weights().items() if name.startswith("head")}
+    answers: dict[str, Tensor] = sgd.for_model(looked_up)
+    for name, values in answers.items():
+        table = sgd.export_table(name)
+        asked = table.ids < len(values)
+        assert torch.equal(table.values[asked], values[table.ids[asked]])
+    return dense | answers
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
