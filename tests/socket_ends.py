@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 import torch
 
+import steepest.core.messages.permissions  # noqa: F401 - frames may be of all kinds
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, worker_peer
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport import handshake, sockets
