@@ -143,11 +143,13 @@ class ParameterServer:
         )
         patience = max(timeout, _START_SECONDS)
         identity = identity_of(tls)
-        self._holder: Holder | None = hold("a parameter server", runtime)
+        holder = Holder("a parameter server")
+        self._holder: Holder | None = holder
         self._shut_down, self._pid = False, os.getpid()
         token = secrets.token_bytes(32)
         servers: Servers | None = None
         try:
+            hold(holder, runtime)
             servers = _start(count, copies, transport, token, identity)
             opened = _opened(servers, group, spec, arrays.bytes_of(initial, "initial"), transport)
             addresses = _get(opened, patience, "the servers to start")
@@ -165,7 +167,7 @@ class ParameterServer:
         except BaseException:
             if servers is not None:
                 servers.end()
-            let_go(self._holder)
+            let_go(holder)
             raise
 
     # -- pull and push -------------------------------------------------------------------------

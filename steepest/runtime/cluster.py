@@ -96,8 +96,8 @@ class Cluster(JobContext):
             ConfigurationError: the models differ, or the processes cannot talk as configured.
             PeerLostError, DeadlineError: a process died, or is late, while the job starts.
         """
-        what = f'a trainer with strategy="{strategy.name}"'
-        self.holder = hold(what, self.run_config.runtime, verbose=self.run_config.verbose)
+        self.holder = Holder(f'a trainer with strategy="{strategy.name}"')
+        hold(self.holder, self.run_config.runtime, verbose=self.run_config.verbose)
         self.lease.start()
         end_on_sigterm()
         report_on_sigusr1(self)

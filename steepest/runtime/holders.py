@@ -42,11 +42,13 @@ class Holder:
         return f"{self.what} ({held})"
 
 
-def hold(what: str, name: str = "auto", *, verbose: bool = False) -> Holder:
-    """Return a new holder; connect before, if need be, see `JobRuntime.connect`.
+def hold(holder: Holder, name: str = "auto", *, verbose: bool = False) -> None:
+    """Add a new holder; connect before, if need be, see `JobRuntime.connect`.
+
+    The caller has it already, to let it go whatever ends this call.
 
     Args:
-        what: for messages.
+        holder: of the caller.
         name: of the runtime, as of `RunConfig`; "auto" is that of what this process holds already.
         verbose: see `JobRuntime.connect`.
 
@@ -58,15 +60,14 @@ def hold(what: str, name: str = "auto", *, verbose: bool = False) -> Holder:
         wanted = runtime().name if _holders and name == "auto" else chosen(name)
         if _holders and runtime().owns_process and runtime().name != wanted:
             raise ConfigurationError(
-                f"runtime={name!r} for {what}, while this program holds {' and '.join(map(str, _holders))}, which has "
+                f"runtime={name!r} for {holder.what}, while this program holds {' and '.join(map(str, _holders))}, which has "
                 f"runtime={runtime().name!r}: call shutdown() of that before, or give the same runtime"
             )
         choose(wanted)
         if runtime().connect(verbose=verbose):
             _began = runtime().job
-        holder = Holder(what, job=runtime().job)
+        holder.job = runtime().job
         _holders.append(holder)
-        return holder
 
 
 def let_go(

@@ -20,7 +20,7 @@ from steepest.errors import RemoteTraceback, SteepestError
 from steepest.loop.run import run
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
-from steepest.runtime.holders import hold, let_go
+from steepest.runtime.holders import Holder, hold, let_go
 from steepest.runtime.job_runtime import CallError, LateError, runtime
 from steepest.verification.alone import PlainScript
 from steepest.verification.probe import WatchedFunction
@@ -188,8 +188,9 @@ def runs_of(
     level = log.level
     log.setLevel(logging.ERROR)  # deaths are meant here
     folder = Path(tempfile.mkdtemp(prefix="steepest-verify-"))
-    holder = hold("steepest verify", "processes")
+    holder = Holder("steepest verify")
     try:
+        hold(holder, "processes")
         yield Runs(function, steps, strategy, seed, folder, **chosen)
     finally:
         let_go(holder)

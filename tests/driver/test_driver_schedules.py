@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from steepest import FailureConfig, ParameterServerStrategy, SimpleStrategy
+from steepest.runtime import holders
 from tests.driver_runs import Act, Interrupt, Run, Schedule
 from tests.driver_worlds import FAMILIES
 from tests.pairs import mostly_full
@@ -111,10 +112,12 @@ def test_a_schedule_is_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("first", range(1, 6))
 def test_nothing_is_left_of_a_trainer_of_which_the_constructor_was_interrupted(first: int) -> None:
     files, plain = ("/trainer.py", "/cluster.py", "/lease.py"), FailureConfig(spares=0)
+    before = list(holders._holders)
     for number in itertools.count(first, 5):
         acts = [Act("start", interrupt=Interrupt("point", number, files=files)), Act("shutdown")]
         run = Run(Schedule(1, FAMILIES["sync"], 2, SimpleStrategy(), plain, acts))
         run.run()
+        assert holders._holders == before
         if not run.struck:
             return
 

@@ -21,7 +21,7 @@ import steepest
 from steepest import DistributedSGD, ResourceConfig, RunConfig, TorchModel
 from steepest.config.run import RUNTIMES
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.runtime.holders import hold
+from steepest.runtime.holders import Holder, hold
 from steepest.runtime.job_runtime import chosen
 from steepest.runtime.machine.runtime import MachineRuntime
 from steepest.testing import linear_model_creator
@@ -229,6 +229,6 @@ def test_one_program_holds_jobs_of_one_runtime_at_a_time() -> None:
     with DistributedSGD(TASK.creator(), 1, run_config=CONFIG) as trainer:
         trainer.step()
         with pytest.raises(ConfigurationError, match="call shutdown\\(\\) of that before"):
-            hold("another", "ray")
+            hold(Holder("another"), "ray")
     with pytest.raises(ConfigurationError, match="runtime"):
         RunConfig(runtime="threads")
