@@ -143,13 +143,12 @@ class ParameterServer:
         )
         patience = max(timeout, _START_SECONDS)
         identity = identity_of(tls)
-        holder = Holder("a parameter server")
-        self._holder: Holder | None = holder
+        self._holder: Holder | None = Holder("a parameter server")
         self._shut_down, self._pid = False, os.getpid()
         token = secrets.token_bytes(32)
         servers: Servers | None = None
         try:
-            hold(holder, runtime)
+            hold(self._holder, runtime)
             servers = _start(count, copies, transport, token, identity)
             opened = _opened(servers, group, spec, arrays.bytes_of(initial, "initial"), transport)
             addresses = _get(opened, patience, "the servers to start")
@@ -160,14 +159,17 @@ class ParameterServer:
             _handles[id(self)] = self
             self._watched: WatchedServers | None = self._watch()
             report_on_sigusr1(self._watched)
-            first = self._access.addresses[:1]
-            _get(_connecting(servers, first, patience), patience, "the servers to connect")
+            _get(
+                _connecting(servers, self._access.addresses[:1], patience),
+                patience,
+                "the servers to connect",
+            )
             if copies > 1:
                 ServerKeeper(functools.partial(_access_of, weakref.ref(self)), spec)
         except BaseException:
             if servers is not None:
                 servers.end()
-            let_go(holder)
+            let_go(self._holder)
             raise
 
     # -- pull and push -------------------------------------------------------------------------

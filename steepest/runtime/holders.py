@@ -60,8 +60,8 @@ def hold(holder: Holder, name: str = "auto", *, verbose: bool = False) -> None:
         wanted = runtime().name if _holders and name == "auto" else chosen(name)
         if _holders and runtime().owns_process and runtime().name != wanted:
             raise ConfigurationError(
-                f"runtime={name!r} for {holder.what}, while this program holds {' and '.join(map(str, _holders))}, which has "
-                f"runtime={runtime().name!r}: call shutdown() of that before, or give the same runtime"
+                f"runtime={name!r} for {holder.what}, while this program holds {' and '.join(map(str, _holders))}, "
+                f"which has runtime={runtime().name!r}: call shutdown() of that before, or give the same runtime"
             )
         choose(wanted)
         if runtime().connect(verbose=verbose):

@@ -58,33 +58,6 @@ def test_without_ray_one_is_started_and_ended(place: Place) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.full
-def test_inside_a_tune_trial(place: Place) -> None:
-    pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
-    place.python(
-        """
-        from ray import tune
-        ray.init(num_cpus=2, include_dashboard=False)
-
-        def trainable(config):
-            check(train(config["strategy"]))
-            tune.report({"done_well": 1})
-
-        def fit(trainable):
-            config = tune.RunConfig(storage_path=os.path.abspath("tune"), verbose=0)
-            return tune.Tuner(trainable, param_space={"strategy": "ps"}, run_config=config).fit()[0]
-
-        refused = str(fit(trainable).error)
-        assert "ResourcesError: 2 workers need {'CPU': 1.0} each, but" in refused, refused
-        assert "tune.with_resources(trainable, DistributedSGD.resources(" in refused, refused
-        # two CPUs, and the trial itself takes none of them
-        result = fit(tune.with_resources(trainable, DistributedSGD.resources(num_workers=2)))
-        assert result.metrics["done_well"] == 1, result
-        """
-    )
-
-
-@pytest.mark.full
 def test_the_page_about_tune_runs_as_it_stands(place: Place) -> None:
     pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
     (block,) = re.findall(
