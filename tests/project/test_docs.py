@@ -236,15 +236,10 @@ def test_examples_are_named_in_the_guide() -> None:
 def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:
     for path in [*(ROOT / "tests").glob("*.py"), *(ROOT / "tests").glob("*/test_*.py")]:
         assert not re.search(r"\bsleep\(", path.read_text().replace(r"\bsleep\(", "")), path.name
-    # between parent and child, which no other process has, and what Ray, or such a pipe, has brought from a worker;
-    # what a program's own processes have written in a folder that it has made, and only its user can enter
+    # between parent and child, which no other process has, and what Ray, or such a pipe, has brought from a worker
     pipes = [
         ROOT / "steepest" / name
-        for name in (
-            "runtime/machine/parcels.py",
-            "runtime/remote_functions.py",
-            "verification/records.py",
-        )
+        for name in ("runtime/machine/parcels.py", "runtime/remote_functions.py")
     ]
     for path in (ROOT / "steepest").rglob("*.py"):
         found = re.findall(r"pickle\.loads?\(|torch\.load\(", path.read_text())
