@@ -56,8 +56,8 @@ class _StopsAtTheEnd(Callback):
         self.first: int | None = None  # of such steps without others after them
 
     def on_step(self, sgd: Any, result: StepResult) -> None:
-        """Stop after a step without samples."""
-        if result.samples:
+        """Stop after a step without samples; one of which all that was known died with the coordinator is none."""
+        if result.samples or not result.timings:
             self.first = None
             return
         self.first = result.step if self.first is None else min(self.first, result.step)
