@@ -10,12 +10,16 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from steepest.errors import ConfigurationError
-from steepest.loop.losses import Losses
+
+if TYPE_CHECKING:
+    from steepest.loop.loop_steps import LoopSteps
+    from steepest.loop.user_loop import UserLoop
+
 
 #: Where an optimizer is to step by gradients that no worker has; takes where that was found.
 NO_GRADIENT = (
@@ -133,47 +137,8 @@ class ByClosure:
         self.aside = {parameter: parameter.data for parameter in self.aside}
 
 
-class Averaging(Protocol):
-    """What is asked of the gatherings of a loop."""
-
-    def average(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of all workers' losses, and leave those of gradients in the parameters."""
-        ...
-
-
-class TryingSteps(Protocol):
-    """What is asked of the steps of a loop whose optimizer tries values."""
-
-    trying: ByClosure | None  # whose step is under way
-    is_left_out: bool  # whether the last update was
-
-    def check_may_step(self) -> None:
-        """Check that the loop is where it may take a step; else ConfigurationError."""
-        ...
-
-    def end_trial(self) -> None:
-        """Note that no values are tried any more."""
-        ...
-
-
-class Trying(Protocol):
-    """What is asked of a loop whose optimizer tries values."""
-
-    losses: Losses
-
-    @property
-    def gatherer(self) -> Averaging:
-        """What takes the means over workers."""
-        ...
-
-    @property
-    def counts(self) -> bool:
-        """Whether the loop's steps count."""
-        ...
-
-
 def step_by_closure(
-    loop: Trying, steps: TryingSteps, by: ByClosure, push: Callable[[], None]
+    loop: UserLoop, steps: LoopSteps, by: ByClosure, push: Callable[[], None]
 ) -> Callable[..., Any]:
     """Return the `step` of an optimizer that evaluates the loss as often as it likes.
 
@@ -204,7 +169,7 @@ def step_by_closure(
     return step
 
 
-def _evaluated(loop: Trying, by: ByClosure, closure: Callable[[], Any] | None) -> torch.Tensor:
+def _evaluated(loop: UserLoop, by: ByClosure, closure: Callable[[], Any] | None) -> torch.Tensor:
     """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means.
 
     Without a closure the gradients are there, and the loss is not asked for. ConfigurationError: no worker has one.

@@ -10,25 +10,23 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterable, Iterator
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
+
 
 _enumerate, _zip = enumerate, zip  # Python's own
 _END = object()
 
 
-class Enters(Protocol):
-    """What is asked of a loop that enters."""
-
-    passed_by: int  # batches of passes that it has entered behind them
-
-
-_entering: dict[int, Enters] = {}  # by thread
+_entering: dict[int, UserLoop] = {}  # by thread
 
 
 class _Enumerate(enumerate[Any]):
     """As `enumerate`, with the batches that were passed by."""
 
-    _loop: Enters
+    _loop: UserLoop
     _before = 0
 
     def __new__(cls, iterable: Iterable[Any], start: int = 0) -> Any:
@@ -49,7 +47,7 @@ class _Enumerate(enumerate[Any]):
 class _Zip(zip):  # type: ignore[type-arg]  # it cannot be subscripted
     """As `zip`: what is beside the loader goes on by as many as the batches that were passed by."""
 
-    _loop: Enters
+    _loop: UserLoop
     _iterators: list[Iterator[Any]]
     _strict: bool
 
@@ -82,13 +80,13 @@ class _Zip(zip):  # type: ignore[type-arg]  # it cannot be subscripted
         return tuple(values)
 
 
-def begin(loop: Enters) -> None:
+def begin(loop: UserLoop) -> None:
     """Have `enumerate` and `zip` count for a loop that enters, on the thread of its function, which this is."""
     _entering[get_ident()] = loop
     vars(builtins).update(enumerate=_Enumerate, zip=_Zip)
 
 
-def end(loop: Enters) -> None:
+def end(loop: UserLoop) -> None:
     """Note that a loop has entered, or has ended."""
     if _entering.get(get_ident()) is loop:
         del _entering[get_ident()]

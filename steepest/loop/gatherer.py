@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,71 +27,12 @@ from steepest.loop.gathering import (
     rebuilt,
 )
 from steepest.loop.kept import pack, unpack
-from steepest.loop.turns import Turns
+
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
+
 
 GATHERINGS_OF_STEP = 1 << 16  # more than a loop gathers between two steps
-
-
-class Meets(Protocol):
-    """What is asked of a loop that gathers."""
-
-    local: int
-    meets: bool
-
-    @property
-    def rank(self) -> int:
-        """The number of the worker."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        ...
-
-    @property
-    def turns(self) -> Turns:
-        """The turns of the worker's thread and the function's."""
-        ...
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether the loop goes through a batch that does not count."""
-        ...
-
-    @property
-    def steps_taken(self) -> int:
-        """One more than the number of steps that the loop has taken; 0 where that is not known."""
-        ...
-
-    @property
-    def passes_by(self) -> bool:
-        """Whether the loop is in a pass that the others have left behind them."""
-        ...
-
-    @property
-    def is_arriving(self) -> bool:
-        """Whether the loop has yet to come to where the others are."""
-        ...
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether the worker has samples in the present batch."""
-        ...
-
-    @property
-    def has_entered(self) -> bool:
-        """Whether the loop has come to its epochs."""
-        ...
-
-    @property
-    def sums(self) -> bool:
-        """Whether losses add up samples."""
-        ...
-
-    @property
-    def present_weight(self) -> float:
-        """What the present batch weighs."""
-        ...
 
 
 class Gatherer:
@@ -109,7 +50,7 @@ class Gatherer:
         gathered_at_top: what was gathered in the present epoch before its first batch, as `pack` returns it.
     """
 
-    def __init__(self, loop: Meets) -> None:
+    def __init__(self, loop: UserLoop) -> None:
         self.gatherings = Gatherings(lambda: loop.steps_taken)
         self.among_batches = False
         self._loop = loop

@@ -5,70 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from steepest.loop.closures import ByClosure
-from steepest.loop.cursor import Cursor
-from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
-from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
-from steepest.loop.kept import Kept, pack, unpack
-from steepest.loop.loop_steps import LoopSteps
-from steepest.loop.outgoing_reports import OutgoingReports
-from steepest.loop.prepared import Ask, Batch, Prepared
-from steepest.loop.report_calls import ReportCalls
-from steepest.loop.script_settings import ScriptSettings
-from steepest.loop.standing_in import Boundary
-from steepest.loop.sum_weights import SumWeights
-from steepest.loop.ticks import Schedules
+from steepest.loop.kept import pack, unpack
+from steepest.loop.prepared import Ask
 
-
-class HasStates(Protocol):
-    """What is asked of a loop, see `steepest.loop.user_loop.UserLoop`."""
-
-    together: bool
-    local: int
-    ahead: bool
-    meets: bool
-    gatherer: Gatherer
-    prepared: Prepared | None
-    cursor: Cursor | None
-    held: HeldGradients
-    arriving: dict[str, Any] | None  # a state, until the loop is entered
-    calls: ReportCalls
-    reports: OutgoingReports
-    batches: int
-    taken: Batch | None
-    stepped: bool
-    epoch: int
-    kept: Kept | None
-    schedules: Schedules
-    steps: LoopSteps
-    settings: ScriptSettings | None
-    weights: SumWeights
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        ...
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the present epoch has no further batch."""
-        ...
-
-    @property
-    def at_step(self) -> int:
-        """The number of the job's last step of which the loop has taken all batches."""
-        ...
-
-    @property
-    def next_report(self) -> int:
-        """The number of the next call of `report`, if it is made here."""
-        ...
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
 
 
 @dataclass(frozen=True)
@@ -158,13 +106,12 @@ class LoopStates:
         job: what is known of the job.
 
     Attributes:
-        boundary: the state from which another worker takes part in what is gathered.
         tops: by epoch, what the loop had when it entered that, see `open_epoch`; of the epochs in which a worker may
             have to begin.
         rounds: where the loop is in rounds of own updates.
     """
 
-    def __init__(self, loop: HasStates, job: JobView) -> None:
+    def __init__(self, loop: UserLoop, job: JobView) -> None:
         self._loop, self._job = loop, job
         self._before: dict[str, Any] = {"kept": {}}  # see `begin_step`
         # where the loop began the first batch of the present sum of gradients, and where
@@ -173,22 +120,21 @@ class LoopStates:
         self.tops: dict[int, dict[str, Any]] = {}
         self._objects: torch.Tensor | None = None  # see `hold_objects`
         self.rounds = Rounds()
-        self.boundary = Boundary(loop, loop.gatherer, self.state_at)
+        self._end: torch.Tensor | None = None  # see `hold_end`
 
     def state(self) -> dict[str, Any]:
         """Return what the loop has to go on with elsewhere, see `load`."""
         begun = self.begun
         if self._loop.arriving is not None:
             return self._loop.arriving if begun is None else unpack(begun.state)
-        inside = self._loop.gatherer.region is Region.BEFORE and self._loop.cursor is None
         if self._is_at_top and not self._is_amid_sum:
             top = self.tops[self._loop.epoch]
             present = self._present()
             return {**present, **top["set"], "kept": {**present["kept"], **kept_at(top)}}
-        if self._job.asked is Ask.PARTS and not inside and self._loop.cursor is None:
-            found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
-            if found is not None:  # what it has reported since then is not reported again
-                return {**found, "reported": self._loop.next_report}
+        ends = self._loop.gatherer.region is Region.END and self._loop.cursor is None
+        if ends and self._job.asked is Ask.PARTS and self._end is not None:
+            # what it has reported since then is not reported again
+            return {**unpack(self._end), "reported": self._loop.next_report}
         if begun is not None:
             return unpack(begun.state)
         state = self._present()
@@ -211,12 +157,18 @@ class LoopStates:
         if loop.size > 1 and loop.kept is not None:
             self._objects = pack(loop.kept.states())
 
+    def hold_end(self) -> None:
+        """Keep the state at an epoch's end, from which a worker that joins takes part in what is gathered there."""
+        loop, self._end = self._loop, None
+        if loop.size > 1 and loop.meets:
+            self._end = pack(self.state_at("end", objects=True), loop.batches)
+
     def let_objects_go(self) -> None:
         """Keep no objects as they were from now on."""
         self._objects = None
 
     def state_at(self, at: str, *, objects: bool) -> dict[str, Any]:
-        """Return the state at the end of a step, or of an epoch, see `steepest.loop.standing_in.Boundary`."""
+        """Return the state where a round of own updates begins, or at the end of an epoch."""
         return {**self._present(at, objects), "step": max(self._loop.at_step + 1, self._job.passed)}
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,58 +13,19 @@ from steepest.core.messages.fields import NO_STEP, RETURNED, StepDigest
 from steepest.core.optim.portable import Record
 from steepest.core.protocol.commit_rules import (
     NO_NORM,
-    CommitRule,
     knows_norms,
     pushes_per_update,
 )
 from steepest.errors import ConfigurationError
-from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closure
-from steepest.loop.cursor import Cursor
-from steepest.loop.job_view import JobView
-from steepest.loop.losses import Losses, line_of_user
-from steepest.loop.prepared import Ask, Batch, Prepared
+from steepest.loop.closures import NO_GRADIENT, ByClosure, step_by_closure
+from steepest.loop.losses import line_of_user
+from steepest.loop.prepared import Ask, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
-from steepest.loop.sum_weights import SumWeights
 from steepest.loop.table_rows import Errand
 from steepest.validation import require_positive
 
-
-class SteppingLoop(Trying, Protocol):
-    """What is asked of a loop that steps, see `steepest.loop.user_loop.UserLoop`."""
-
-    job: JobView
-    prepared: Prepared | None
-    cursor: Cursor | None
-    taken: Batch | None
-    stepped: bool
-    epoch: int
-    own_weight: float | None
-    samples: int
-    whole: int
-    losses: Losses
-    weights: SumWeights
-    sums: bool
-    together: bool
-    rule: CommitRule
-    local: int
-    wanted_epochs: int | None
-
-    @property
-    def at_step(self) -> int:
-        """The number of the job's last step of which the loop has taken all batches."""
-        ...
-
-    def passes_over_step(self, index: int) -> bool:
-        """Return whether an optimizer's step is not taken here."""
-        ...
-
-    def begin_step(self) -> None:
-        """Note that a step is about to be taken."""
-        ...
-
-    def end_step(self, index: int) -> None:
-        """Note that a step of an optimizer is committed."""
-        ...
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
 
 
 class LoopSteps:
@@ -86,7 +47,7 @@ class LoopSteps:
         edits: whether the loop changes gradients behind its backward passes, see `steepest.loop.local_edits`.
     """
 
-    def __init__(self, loop: SteppingLoop) -> None:
+    def __init__(self, loop: UserLoop) -> None:
         self._loop = loop
         self._groups: list[list[int]] = []  # ids of the parameters of all optimizers' groups
         self._stepped_by: list[set[int]] = []  # the same by optimizer

@@ -7,30 +7,20 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from steepest.core.models.losses import OURS, PERHAPS, SUMMED, summed_by
 from steepest.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
+
+
 _torchs_backward: Any = torch.autograd.backward  # `Tensor.backward` calls it, too
 _DO = "give steepest.prepare(..., reduction='sum'), or take the mean"
 _OUTSIDE = -1  # of any backward pass
-
-
-class Averages(Protocol):
-    """What is asked of a loop about a loss."""
-
-    @property
-    def averaged(self) -> int:
-        """The number of samples of which a loss is to be the mean; 0 where it may be something else."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The number of the worker."""
-        ...
 
 
 class Losses:
@@ -44,7 +34,7 @@ class Losses:
         scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`.
     """
 
-    def __init__(self, loop: Averages) -> None:
+    def __init__(self, loop: UserLoop) -> None:
         self.found: list[torch.Tensor] = []
         self.scale = 1.0
         self._loop = loop
@@ -75,7 +65,7 @@ def line_of_user() -> int:
 
 
 #: Returns the losses of the loop in which the calling thread is; None outside of any.
-Here = Callable[[], Losses | None]
+Here = Callable[[], "Losses | None"]
 
 _watching: list[Here] = []  # an element for each user's function that runs in this process
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from steepest.loop.local_edits import LocalEdits
-from steepest.loop.unseen import Unseen
+
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
 
 _FIRST, _MOST = 2, 64  # steps in a row in which a guess would have been right, before one is made
 _SMALL = 1 << 16  # bytes of gradients that are compared after each guess
@@ -24,13 +26,6 @@ _SMALL = 1 << 16  # bytes of gradients that are compared after each guess
 Leave = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 #: A parameter, its gradient, and the version of that.
 Seen = tuple[torch.Tensor, torch.Tensor | None, int]
-
-
-class _Weighs(Protocol):
-    """A user's loop, see `steepest.loop.user_loop.UserLoop`."""
-
-    weight: float  # of the present batch, as the user's function has said so far
-    unseen: Unseen
 
 
 class Overlap:
@@ -52,7 +47,7 @@ class Overlap:
 
     def __init__(self) -> None:
         # while a batch is watched: torch keeps hooks where the garbage collector does not see them
-        self._loop: _Weighs | None = None
+        self._loop: UserLoop | None = None
         self._leave: Leave | None = None
         self._expected: dict[
             int, int
@@ -75,7 +70,7 @@ class Overlap:
         """Return what is to be called when an entry's gradient was accumulated, which leaves by a view."""
         return functools.partial(self._accumulated, index, view)
 
-    def begin(self, loop: _Weighs, leave: Leave | None) -> None:
+    def begin(self, loop: UserLoop, leave: Leave | None) -> None:
         """Watch gradients while the user's function goes on with a batch.
 
         Args:
@@ -88,7 +83,7 @@ class Overlap:
         self._loop, self._leave = loop, leave
         loop.unseen.happened = False
 
-    def end(self, loop: _Weighs, *, raised: bool = False) -> None:
+    def end(self, loop: UserLoop, *, raised: bool = False) -> None:
         """Watch no further; `raised`: whether the function has gone on to an error."""
         self._loop, self._leave, loop.unseen.watches = None, None, False
         self._is_wrong |= loop.unseen.happened

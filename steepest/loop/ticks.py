@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-
-class Counts(Protocol):
-    """What schedulers ask of a loop."""
-
-    batches: int  # that it has taken
-
-    @property
-    def at_update(self) -> int:
-        """The number of the last update of which the loop has taken all batches: a step's, or a worker's own."""
-        ...
-
-    @property
-    def sees_all_batches(self) -> bool:
-        """Whether all workers go through the same batches."""
-        ...
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
 
 
 class Ticks:
@@ -32,7 +19,7 @@ class Ticks:
     stepped after several, as at the end of an epoch, counts calls, also at the end of an epoch of one step.
     """
 
-    def __init__(self, loop: Counts, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
+    def __init__(self, loop: UserLoop, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
         self._loop = loop
         own = type(scheduler)
         self._step: Callable[..., None] = partial(own.step, scheduler)
@@ -101,7 +88,7 @@ class Schedules:
     """
 
     def __init__(
-        self, loop: Counts, schedulers: Sequence[LRScheduler | ReduceLROnPlateau] = ()
+        self, loop: UserLoop, schedulers: Sequence[LRScheduler | ReduceLROnPlateau] = ()
     ) -> None:
         self._ticks = [Ticks(loop, scheduler) for scheduler in schedulers]
         # of the state that was taken, see `Ticks`

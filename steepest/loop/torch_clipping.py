@@ -6,49 +6,23 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad
 
 from steepest.loop.losses import line_of_user
 
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
+
+
 _CLIPPED_BY_NORM: Any = clip_grad._clip_grads_with_norm_  # which `clip_grad_norm_` calls
 _CLIPPED_BY_VALUE: Any = clip_grad.clip_grad_value_
 
 
-class ClippedSteps(Protocol):
-    """What is asked of the steps of such a loop."""
-
-    told_of_clipping: bool  # whether it was warned
-
-    @property
-    def averages(self) -> bool:
-        """Whether an update is made of the mean of all workers' gradients."""
-        ...
-
-
-class Averaged(Protocol):
-    """What is asked of a loop whose gradients may be clipped."""
-
-    @property
-    def steps(self) -> ClippedSteps:
-        """Those of its optimizers."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The number of the worker."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        ...
-
-
 #: Returns the loop in which the calling thread is; None outside of any.
-Here = Callable[[], Averaged | None]
+Here = Callable[[], "UserLoop | None"]
 
 _watching: list[Here] = []  # an element for each user's function that runs in this process
 

@@ -9,29 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from steepest.loop.loop_steps import LoopSteps
+
 
 _SCALER: Any = torch.amp.GradScaler
 _OWN: Any = _SCALER._maybe_opt_step  # steps unless something was found
 _LOOKS: Any = _SCALER._unscale_grads_  # divides gradients, and returns what was found, by device
 
 
-class Scaled(Protocol):
-    """What is asked of the steps of a loop, which may be under a scaler."""
-
-    def are_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer's step is made of all workers' gradients."""
-        ...
-
-    def scaled_step(self, step: Callable[[], Any], *, overflowed: bool) -> tuple[Any, bool]:
-        """Take a step with the others; return what it returns, and whether the update was left out."""
-        ...
-
-
 #: Returns the steps of the loop in which the calling thread is; None outside of any.
-Here = Callable[[], Scaled | None]
+Here = Callable[[], "LoopSteps | None"]
 
 _watching: list[Here] = []  # an element for each user's function that runs in this process
 

@@ -133,7 +133,7 @@ class UserLoop:
         self._enters = True  # whether no batch was taken yet
         self.passed_by = 0
         self.states = LoopStates(self, self.job)
-        self._stand_in = StandIn(self)
+        self._stand_in = StandIn(self._last_batch, self._take_arrived)
 
     # -- for the worker's side -----------------------------------------------------------------
 
@@ -422,29 +422,24 @@ class UserLoop:
 
     def _begin_to_stand_in(self, state: Mapping[str, Any]) -> None:
         """Go to the end of a step, or of an epoch, where other workers gather; `state` is taken there."""
-        self._stand_in.begin(state["at"])
+        self._stand_in.begin()
         self.epoch = state["epoch"]
         self.job.arrive(state["step"])
 
-    def last_batch(self) -> Any:
-        """Return the worker's batch of the step before, see `steepest.loop.standing_in.Joins`."""
+    def _last_batch(self) -> Any:
+        """Return the worker's batch of the step before."""
         assert self.prepared is not None
         found = self.prepared.model.batch_before(self.job.passed)
         self._seed_for(self.job.passed - 1)
         return found
 
-    def take_arrived(self, *, after_step: bool) -> None:
-        """Take the state of the others that gather, see `steepest.loop.standing_in.Joins`."""
+    def _take_arrived(self) -> None:
+        """Take the state of the others that gather."""
         assert self.arriving is not None
         self._take(self.arriving)
-        self._begin_ticks(self.job.passed - 1 - after_step)
+        self._begin_ticks(self.job.passed - 1)
         self.losses.found = []
         self.steps.clips.clear()
-
-    def enter_after(self) -> None:
-        """Note that the loop is behind a step, as the others are."""
-        self.gatherer.enter(Region.AFTER, self.job.passed)
-        self._seed_for(self.job.passed - 1, 1)
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
@@ -458,7 +453,7 @@ class UserLoop:
     @property
     def stands_in(self) -> bool:
         """Whether the loop goes through a batch that does not count, to where others gather."""
-        return bool(self._stand_in.at)
+        return self._stand_in.counts_not
 
     @property
     def steps_taken(self) -> int:
@@ -583,7 +578,7 @@ class UserLoop:
         if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
             self.gatherer.enter(Region.END, number)
             self._seed_for(number, 0, Region.END)
-            self.states.boundary.mark("end")
+            self.states.hold_end()
         raise StopIteration
 
     def _next_of_pass(self, cursor: Cursor, own: Pass) -> Any:
@@ -744,7 +739,7 @@ class UserLoop:
 
     def passes_over_step(self, index: int) -> bool:
         """Return whether an optimizer's step is not taken here: it does not count, or is committed already."""
-        if self._stand_in.step():
+        if self.stands_in:
             return True
         cursor = self.cursor
         if cursor is None or not (cursor.skip or cursor.is_amid_epoch):
@@ -788,7 +783,6 @@ class UserLoop:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
             assert self.taken is not None
             self._seed_for(self.taken.where.step, 1, part=self.taken.where.part[0])
-            self.states.boundary.mark("after")
 
     def load_ahead(self) -> None:
         """Load the batch behind that whose step the function awaits."""
