@@ -111,7 +111,7 @@ class MachineRuntime(OwnProcess):
 
     def leaves_sigterm(self, handler: object, status: int) -> bool:
         """Return whether there is no handler, or one that Ray has left, to which this program was connected."""
-        rays = getattr(handler, "__module__", "") == "ray._private.worker"
+        rays = str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
         return rays or handler is signal.SIG_DFL
 
     # -- processes -------------------------------------------------------------------------------
