@@ -30,7 +30,7 @@ def children(pid: int) -> set[int]:
     ("sent", "status"),
     [
         (signal.SIGINT, -signal.SIGINT),
-        (signal.SIGTERM, 128 + signal.SIGTERM),
+        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.long),
     ],
 )

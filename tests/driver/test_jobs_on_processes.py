@@ -208,6 +208,7 @@ def job_of_a_child() -> None:
         assert difference(trainer.weights(), TASK.train(2, STEPS)) < 1e-12
 
 
+@pytest.mark.long
 def test_a_forked_child_has_jobs_of_its_own() -> None:
     with DistributedSGD(TASK.creator(), 1, run_config=CONFIG) as trainer:
         trainer.step()

@@ -50,6 +50,7 @@ def end(descriptor: int) -> bool:
 
 @pytest.mark.few(1)
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [False, True])
 def test_workers_are_forks_of_which_nothing_is_left(killed: bool) -> None:
     program = subprocess.Popen(

@@ -64,6 +64,7 @@ def test_the_examples_of_readme_and_guide_run_as_they_stand(
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_the_example_of_a_parameter_server_runs_as_it_stands(tmp_path: Path, address: str) -> None:
     *_, block = blocks_of("docs/guide.md")
     assert "20.0 20.0" in run_block(block, tmp_path, address)
