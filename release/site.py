@@ -18,7 +18,17 @@ import steepest
 ROOT = Path(__file__).resolve().parent.parent
 #: the navigation: pages by caption, without their ending, in the order in which somebody new needs them
 NAVIGATION = {
-    "Begin": ("README", "docs/guide", "docs/own_loop", "docs/data", "docs/limits"),
+    "Begin": (
+        "README",
+        "docs/guide",
+        "docs/own_loop",
+        "docs/own_loop_data",
+        "docs/own_loop_gradients",
+        "docs/own_loop_state",
+        "docs/own_loop_local",
+        "docs/data",
+        "docs/limits",
+    ),
     "Ways of training": (
         "docs/parameter_server",
         "docs/collectives",

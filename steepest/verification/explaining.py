@@ -22,7 +22,7 @@ from steepest.verification.records import Facts, Run, StepRecord
 from steepest.verification.summaries import Variable
 
 _CLOSE = 0.02
-_STATE = "docs/own_loop.md#when-workers-die-join-or-leave"
+_STATE = "docs/own_loop_state.md#when-workers-die-join-or-leave"
 
 
 def expected_causes(facts: Facts | None, runs: Sequence[Run]) -> list[str]:
