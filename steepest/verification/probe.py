@@ -766,7 +766,7 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
         or not flags & (os.O_WRONLY | os.O_RDWR)
     ):
         return
-    if path.startswith(("/dev/", "/proc/", probe.folder)):
+    if path.startswith(("/dev/", "/proc/", probe.folder)) or "__pycache__" in path:
         return
     _local.probe = None  # what notes it is none of the user's
     try:

@@ -322,7 +322,8 @@ class _Verification:
             told = explaining.of_buffers(compared.buffers, many)
             return VerifiedRun(name, "as expected", _agreement(compared), (told,))
         if compared.first is None:
-            return VerifiedRun(name, "equal", _agreement(compared))
+            rows = "".join(f", rows of {table!r}" for table in sorted(many.tables))
+            return VerifiedRun(name, "equal", _agreement(compared) + rows)
         facts = many.facts
         expected = explaining.expected_causes(facts, (one, many))
         if facts is not None and not facts.has_loader:
@@ -466,8 +467,11 @@ def _agreement(compared: Comparison) -> str:
 
 
 def _where(run: Run) -> tuple[str, ...]:
-    """Return what workers have warned of, and where each has come to."""
-    return tuple(explaining.warnings_of(run))
+    """Return what workers have warned of; without that, to which step each has come."""
+    lines = {f"worker {life.worker} at {life.tried.line}" for life in run.lives if life.tried}
+    if warned := explaining.warnings_of(run):
+        return tuple(warned)
+    return (f"the step that failed: {', '.join(sorted(lines))}",) if lines else ()
 
 
 def _short(error: str) -> str:

@@ -229,6 +229,24 @@ def test_files_that_all_workers_write_and_counters_that_change_nothing_are_notes
     ]
 
 
+TABLES = """
+data = TensorDataset(torch.randint(0, 30, (96, 2)), (x[:, 0] > 0).long())
+table = steepest.Embedding(steepest.Table("users", 6))
+model = nn.Sequential(table, nn.Flatten(), nn.Dropout(0.2), nn.Linear(12, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=8, shuffle=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.full
+def test_rows_of_tables_and_dropout_by_sample_are_those_of_one_process(tmp_path: Path) -> None:
+    found = verified(tmp_path, loop(before=TABLES), tables=True, deterministic=True)
+    assert [row.verdict for row in found.rows] == ["equal"] * 5
+    assert found.rows[1].found.endswith("rows of 'users'")
+    assert found.notes == ()
+
+
 @pytest.mark.long
 def test_the_pages_example_runs_as_it_stands(tmp_path: Path) -> None:
     (block,) = blocks_of("docs/verify.md")
@@ -272,6 +290,12 @@ def test_a_job_with_a_model_creator(creator: Any) -> None:
     }
     if creator is by_worker:
         assert "depend on worker_index" in found.rows[1].causes[0]
+
+
+def test_a_job_takes_neither_tables_nor_numbers_by_sample() -> None:
+    for chosen in ({"tables": True}, {"deterministic": True}):
+        with pytest.raises(ConfigurationError, match="give a function with a loop of its own"):
+            verify(linear_model_creator(), **chosen)
 
 
 def test_strategies_with_other_results_are_refused() -> None:
