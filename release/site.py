@@ -45,6 +45,7 @@ NAVIGATION = {
         "docs/metrics",
         "docs/page",
         "docs/verify",
+        "docs/what_equals_what",
         "docs/compare",
         "docs/plan",
         "docs/timeline",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,7 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
     distances = {"weights": 0.0}
     buffers: Difference | None = None
     steps = {w: (base.steps_of(w), other.steps_of(w)) for w in base.workers}
+    entered = {id(life.steps[0]) for life in other.lives if life.steps}
     for step in range(1, max(base.length, other.length) + 1):
         for causes, worker in itertools.product((True, False), base.workers):
             own, its = (each.get(step) for each in steps[worker])
@@ -148,6 +149,8 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
                     here, there = (f"{run.length_of(worker)} steps" for run in (base, other))
                     return Comparison(Difference(step, "steps", "", here, there, worker=worker))
                 continue
+            if id(its) in entered:
+                own = _as_who_enters(own, its)
             buffers = buffers or _same_tensors(own, its, worker, "buffers")
             compare = _same_causes if causes else _same_results
             if (differs := compare(own, its, worker)) is not None:
@@ -159,6 +162,13 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
     first = _reports(base.reports, found, 0.0, left_out) or tables_apart(base, other, 0.0)
     row = missing[0] if missing else None
     return Comparison(first, first is None, distances, True, buffers, row)
+
+
+def _as_who_enters(own: StepRecord, its: StepRecord) -> StepRecord:
+    """Return a step as who enters with it sees it: without batches before that had no step, and their gathers."""
+    count, gathers = len(its.samples), len(its.gathered)
+    samples, gathered = own.samples[-count:], own.gathered[-gathers:]
+    return replace(own, samples=samples if count else [], gathered=gathered if gathers else [])
 
 
 def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | None:
@@ -259,8 +269,9 @@ def _number(value: Any) -> bool:
 
 def weights_of(own: Sequence[StepRecord]) -> Values:
     """Return what each worker's mean counts in the step's, by samples or what the user has said; each sum counts 1."""
+    standing_in = [*_standing_in(own)]
     if own[0].sums:
-        return np.ones(len(own))
+        return np.array([0.0 if each else 1.0 for each in standing_in])
     said = [record.weight for record in own]
     if any(each is not None for each in said):
         found = np.array([each or 0.0 for each in said], float)
@@ -270,6 +281,16 @@ def weights_of(own: Sequence[StepRecord]) -> Values:
         found = np.ones(len(own))
     shares: Values = found / found.sum()
     return shares
+
+
+def _standing_in(own: Sequence[StepRecord]) -> Iterator[bool]:
+    """Yield whether each worker has, for want of a sample of its own in a small batch, one that counts as nothing."""
+    seen: set[int] = set()
+    for record in own:
+        yield (
+            len(record.samples) == 1 and 0 not in record.samples and seen.issuperset(record.samples)
+        )
+        seen |= {*record.samples}
 
 
 def _losses(
@@ -527,6 +548,7 @@ def noisy_variables(one: Run, again: Run, until: float = math.inf) -> set[str]:
 
 
 def _same_samples(one: StepRecord, own: Sequence[StepRecord]) -> bool | None:
+    own = [r for r, stands_in in zip(own, _standing_in(own), strict=True) if not stands_in]
     several = [row for record in own for row in record.samples]
     if 0 in one.samples or 0 in several or not one.samples:
         return None

@@ -256,8 +256,9 @@ def _of_mean(one: StepRecord, own: Sequence[StepRecord]) -> Iterator[str]:
         return
     if residual < _CLOSE and abs(shares.sum() - 1) >= _CLOSE:
         yield (
-            f"one process's gradient is {shares.sum():.3g} times the workers' mean: the loss of a batch is no "
-            f"mean over its samples"
+            f"one process's gradient is {shares.sum():.3g} times the workers' mean: the loss of a batch is no mean "
+            "over its samples: take the mean; or, where it depends on the other samples of its batch, compute it of "
+            "steepest.gather(outputs), which keeps the gradient"
         )
         return
     yield (

@@ -27,6 +27,7 @@ from steepest.core.engine.generators import restore, states
 from steepest.core.models.scalars import as_number
 from steepest.errors import ConfigurationError
 from steepest.loop import calls
+from steepest.loop.closures import steps_in_workers
 from steepest.loop.kept_values import FindClass, Form, finder, restored
 from steepest.verification.drawing import Draws, put_aside
 from steepest.verification.frames import (
@@ -247,7 +248,11 @@ class _Probe:
         loaders = [(g, r) for g, r in zip(given, several, strict=True) if isinstance(g, DataLoader)]
         if loaders:
             self._watch_loader(loaders[0][1], loaders[0][0])
-        for optimizer in self._optimizers:
+        in_workers = {} if self._is_plain else steps_in_workers(self._optimizers)
+        for at, optimizer in enumerate(self._optimizers):
+            if at in in_workers:  # its hooks are called before the update is committed
+                optimizer.step = self._stepping(optimizer)  # type: ignore[method-assign]
+                continue
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         if self._watched.aside or self._watched.by_sample:
@@ -439,8 +444,10 @@ class _Probe:
         self._leave_if_over()
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         gradients = {
-            name: p.grad for name, p in self._named.items() if id(p) in own and p.grad is not None
-        }
+            name: p.grad
+            for name, p in self._named.items()
+            if self._losses and id(p) in own and p.grad is not None
+        }  # without a backward pass they are of the step before, and the step's closure makes its own
         self._step = StepRecord(
             step=self._done + 1,
             optimizer=next(
@@ -455,7 +462,7 @@ class _Probe:
             settings=self._settings(),
             gradients=self._summaries(gradients),
             left_over=bool(own & self._left_over),
-            edited=self._after_backward is not None and self._after_backward != self._versions(),
+            edited=bool(self._losses) and self._after_backward != self._versions(),
             drew=self._generators != (drawn := _digest_of_generators()),
             drawn=drawn,
             sums=self._sums,
@@ -467,6 +474,19 @@ class _Probe:
         for worker, step in self._watched.kills:
             if worker == self._rank and self._done + 1 >= step:
                 self._die_once(step)
+
+    def _stepping(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """Return an optimizer's `step` that is noted."""
+        own = optimizer.step
+
+        @functools.wraps(own)
+        def step(*given: Any, **named: Any) -> Any:
+            self._before_step(optimizer)
+            found = own(*given, **named)
+            self._after_step()
+            return found
+
+        return step
 
     def _die_once(self, step: int) -> None:
         """Kill this process, unless it was killed here before."""

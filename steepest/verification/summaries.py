@@ -195,13 +195,11 @@ class Variables:
         return found
 
     def _is_object(self, value: Any) -> bool:
-        plain = not isinstance(value, type | torch.nn.Module | types.FunctionType)
-        return (
-            plain
-            and hasattr(value, "__dict__")
-            and self._is_own(type(value))
-            and not hasattr(value, "state_dict")
-        )
+        if isinstance(value, type | torch.nn.Module | types.FunctionType):
+            return False
+        kind = type(value)  # not the value's attributes, which may be made when they are asked for
+        has_attributes = getattr(kind, "__dictoffset__", 0) != 0
+        return has_attributes and self._is_own(kind) and not hasattr(kind, "state_dict")
 
     def _variable(self, value: Any) -> Variable | None:
         kind = "values"

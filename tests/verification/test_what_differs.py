@@ -25,6 +25,7 @@ from steepest.verification.comparing import (
     noisy_variables,
     tables_apart,
     to_the_bit,
+    weights_of,
     whole_and_parts,
 )
 from steepest.verification.drawing import Draws, put_aside
@@ -448,3 +449,45 @@ def test_rows_of_tables_are_compared_by_their_ids() -> None:
     found = tables_apart(runs[0], fewer, limit=1e-5)
     assert found is not None
     assert found.name == "'users', id 9"
+
+
+def test_a_sample_for_want_of_another_weighs_nothing(tmp_path: Path) -> None:
+    several = run(tmp_path, parts(loss=summed, **STILL))
+    own = [several.steps_of(worker)[1] for worker in (0, 1)]
+    for record in own:
+        record.sums = True
+    assert weights_of(own).tolist() == [1.0, 1.0]
+    own[1].samples = own[0].samples[:1]
+    assert weights_of(own).tolist() == [1.0, 0.0]
+
+
+def test_who_enters_has_not_seen_batches_without_a_step(tmp_path: Path) -> None:
+    base, other = (run(tmp_path, [script((X, Y))]) for _ in range(2))
+    base.steps_of(0)[3].samples.insert(0, 7)  # of a batch before, of which no step was made
+    found = to_the_bit(base, other).first
+    assert found is not None
+    assert (found.step, found.what) == (3, "samples")
+    (life,) = other.lives
+    lives = [replace(life, steps=life.steps[:2]), replace(life, steps=life.steps[2:])]
+    assert to_the_bit(base, Run("", lives)).first is None
+
+
+def test_a_steps_own_closure_makes_its_gradients(tmp_path: Path) -> None:
+    def train() -> None:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        loader = DataLoader(TensorDataset(X, Y), batch_size=24)
+        model, optimizer, loader = steepest.prepare(model, optimizer, loader)
+        for _ in steepest.epochs(1):
+            for x, y in loader:
+
+                def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = cross_entropy(model, x, y)
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+
+    steps = run(tmp_path, [train]).steps_of(0)
+    assert [(len(s.losses), s.gradients, s.edited) for s in steps.values()] == [(2, {}, False)] * 2
