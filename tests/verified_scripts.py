@@ -44,6 +44,7 @@ _JOBS = {
     "own_model.py": (),
     "resnet101.py": ("--small",),
     "serve_top10.py": (),
+    "wide_and_deep.py": (),
 }
 _BEGIN = """# What equals what
 
