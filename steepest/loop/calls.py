@@ -22,6 +22,7 @@ from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
 from steepest.loop.model import LoopModel
+from steepest.loop.own_buffers import tell_of_own_buffers
 from steepest.loop.prepared import Prepared
 from steepest.loop.streamed import StreamCursor
 from steepest.loop.table_rows import connect_alone
@@ -168,6 +169,8 @@ def prepare(
     found = tuple(made.get(id(each), each) for each in objects)
     sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
     given = (*objects, *found)
+    if loop.size > 1:
+        tell_of_own_buffers(modules, loop.rank, buffers or ())
     loop.prepare(Prepared(model, servers, schedulers, cursor, closures, sums, enter, given))
     return found[0] if len(found) == 1 else found
 

@@ -13,6 +13,10 @@ _NO_SIGNALS = (
     "handlers in main threads alone: set them in the program that calls steepest.run(), or under `if "
     "threading.current_thread() is threading.main_thread():`"
 )
+_NO_FURTHER = (
+    "next() was called once too often: this worker has entered a pass over the loader behind {} of its batches, which "
+    "the loop counts by itself; write `for number, batch in enumerate(loader)`, which counts them too"
+)
 _ORDER = (
     "steepest.prepare() returns its arguments in the order in which they were given: write `model, optimizer, loader = "
     "steepest.prepare(model, optimizer, loader)`"
@@ -23,14 +27,19 @@ _ANOTHER = re.compile(
 )
 
 
-def explained(error: Exception, prepared: Collection[object]) -> ConfigurationError | None:
+def explained(
+    error: Exception, prepared: Collection[object], passed_by: int = 0
+) -> ConfigurationError | None:
     """Return an error that says what to do about one that a user's function has raised; None where it says enough.
 
     Args:
         error: that the function has raised.
         prepared: what it has given to `prepare`, and got.
+        passed_by: batches of a pass over the loader that it has entered behind them.
     """
     text = str(error)
+    if isinstance(error, StopIteration) and passed_by:
+        return ConfigurationError(_NO_FURTHER.format(passed_by))
     if isinstance(error, ValueError) and text.startswith("signal only works in main thread"):
         return ConfigurationError(_NO_SIGNALS)
     if of_one_sample(error):

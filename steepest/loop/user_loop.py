@@ -27,7 +27,7 @@ from steepest.loop.kept import Kept
 from steepest.loop.kept_values import finder
 from steepest.loop.loop_states import LoopStates, Rounds, kept_at
 from steepest.loop.loop_steps import LoopSteps
-from steepest.loop.losses import Losses, watched
+from steepest.loop.losses import Losses, line_of_user, watched
 from steepest.loop.mistakes import explained
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.place import LoopPlace
@@ -131,7 +131,9 @@ class UserLoop:
         self._passes = 0  # backward passes since the last step, when the present batch began
         self._seen = 0, 0  # samples of the batches of the next step, on this worker and on all
         self._enters = True  # whether no batch was taken yet
-        self.passed_by = 0
+        self.passed_by = self._entered_at = (
+            0  # _entered_at: the pass that was entered in the middle
+        )
         self.states = LoopStates(self, self.job)
         self._stand_in = StandIn(self._last_batch, self._take_arrived)
 
@@ -241,7 +243,7 @@ class UserLoop:
             return None
         except Exception as error:
             given = () if self.prepared is None else self.prepared.given
-            if (told := explained(error, given)) is not None:
+            if (told := explained(error, given, self.passed_by)) is not None:
                 raise told from error
             raise
         finally:
@@ -664,6 +666,7 @@ class UserLoop:
         if enters:
             self._come_to_place(cursor)
             self._pass_by(cursor.batches_before(self.job.size))
+            self._entered_at = own.number if self.passed_by else 0
         else:
             counting.end(self)
             self.states.close_top()
@@ -754,9 +757,22 @@ class UserLoop:
             self.states.begin_step()
         return True
 
+    def _tell_of_kept_batches(self, cursor: Cursor) -> None:
+        """Warn once of steps behind a pass of which this worker has not had all batches."""
+        if self._entered_at == cursor.place.passed and cursor.place.step:
+            self._entered_at = 0
+            warnings.warn(
+                f"worker {self.job.rank}: the loop takes several steps behind a pass over the loader, which this "
+                "worker has entered in the middle: what it keeps of a pass's batches (itertools.cycle, a list) has "
+                "only those that were left; go over the loader itself again, or keep them by steepest.register()",
+                stacklevel=line_of_user(),
+            )
+
     def begin_step(self) -> None:
         """Note that a step is about to be taken, with the job's next batch where the loop counts steps itself."""
         if self.cursor is not None:
+            if self._entered_at and self.gatherer.region is Region.END:
+                self._tell_of_kept_batches(self.cursor)
             while self.pending is None:
                 self.job.turns.ask(Ask.BATCH)
             self.taken, self.pending = self.pending, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,7 @@ def queued(buffers: dict[str, str] | None = None) -> None:
     BUFFERS[steepest.rank()] = {name: each.clone() for name, each in model.named_buffers()}
 
 
+@pytest.mark.filterwarnings("ignore:worker .. a forward pass changes the buffer")
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_what_is_no_running_statistic_is_worker_0s(
     workers: int, caplog: pytest.LogCaptureFixture
@@ -155,6 +157,7 @@ def test_what_is_no_running_statistic_is_worker_0s(
     assert all("'queue', 'pointer', 'full' differ" in each for each in told)
 
 
+@pytest.mark.filterwarnings("ignore:worker .. a forward pass changes the buffer")
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_user_says_what_stands_for_all_workers_values_of_a_buffer(
     workers: int, caplog: pytest.LogCaptureFixture
@@ -171,3 +174,48 @@ def test_a_user_says_what_stands_for_all_workers_values_of_a_buffer(
         assert torch.equal(found[name], BUFFERS[0][name])
     assert found["full"], "of bool whether any is true"
     assert not [r for r in caplog.records if "differ between workers" in r.getMessage()]
+
+
+class Centred(nn.Module):
+    """It subtracts a running mean of its inputs, also while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x - self.mean)
+
+
+def trains(make: Any) -> Any:
+    def script() -> None:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(*samples(8)), batch_size=BATCH)
+        model, optimizer, loader = steepest.prepare(model, optimizer, loader)
+        for _ in steepest.epochs(1):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+    return script
+
+
+def test_a_buffer_that_forward_passes_change_is_told() -> None:
+    told = r"worker [01]: a forward pass changes the buffer 'mean' by this worker's samples alone"
+    with pytest.warns(UserWarning, match=told) as warned:
+        run(trains(Centred), 2)
+    assert len(warned) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(trains(Centred), 1)
+        run(
+            trains(
+                lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+            ),
+            2,
+        )

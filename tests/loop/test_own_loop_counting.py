@@ -14,10 +14,12 @@ from tqdm import tqdm
 
 import steepest
 from steepest.errors import ModelRaisedError
+from steepest.loop.mistakes import explained
 from tests.own_loop_runs import STRATEGIES, run, without
 from tests.own_loops import Parts, Script
 from tests.reference import samples
 from tests.simulated_programs import quiet
+from tests.simulation.run import pause
 
 EPOCHS, BATCHES = 2, 4
 
@@ -93,3 +95,27 @@ def test_lengths_that_differ_are_refused_as_by_zip() -> None:
     script = Script(loop, data=samples(4 * BATCHES), epochs=1)
     with pytest.raises(ModelRaisedError, match="ValueError: zip"):
         run(script, 2)
+
+
+def test_a_pass_that_the_loop_counts_by_itself_is_told_where_a_successor_has_less_of_it() -> None:
+    told = explained(StopIteration(), (), 2)
+    assert "behind 2 of its batches, which the loop counts by itself" in str(told)
+    assert explained(StopIteration(), ()) is None
+
+
+def test_batches_that_the_loop_keeps_are_told_where_a_successor_lacks_some() -> None:
+    def loop(parts: Parts, epochs: int) -> None:
+        kept = steepest.register(steps=0)
+        for _ in steepest.epochs(epochs):
+            for x, y in itertools.cycle(parts.loader):
+                if kept.steps == 2 * BATCHES:
+                    break
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                pause(1e-3)
+                parts.optimizer.step()
+                kept.steps += 1
+
+    script = Script(loop, data=samples(4 * BATCHES), epochs=1)
+    with pytest.warns(UserWarning, match="worker 1: the loop takes several steps behind a pass"):
+        without(script, 2, 1, 2)
