@@ -463,3 +463,28 @@ def clamped() -> None:
             (-critic(generator(x)).mean()).backward()
             second.step()
     FOUND["clamped"] = snapshot(nn.ModuleList([generator, critic]))
+
+
+#: Loops that do what one process does, by what is particular in them.
+ALIKE = {
+    "accumulating": Script(accumulating, optimizer=sgd(momentum=0.9), data=samples(24)),
+    "adamw": Script(
+        plain, lambda: perceptron(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)
+    ),
+    "a scheduler by epoch": Script(
+        by_epoch, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    ),
+    "rates by hand": Script(by_hand, optimizer=sgd(momentum=0.9)),
+    "clipping": Script(clipping, optimizer=sgd(momentum=0.9)),
+    "a scaler": Script(scaling, optimizer=sgd(momentum=0.9)),
+    "closures": Script(with_closures, optimizer=sgd(momentum=0.9)),
+    "a gradient penalty": Script(penalised),
+    "token weights": Script(with_token_weights),
+    "sums": Script(adding_up, optimizer=sgd(lr=0.02, momentum=0.9), reduction="sum"),
+    "sums, several steps for a batch": Script(
+        adding_up_often, optimizer=sgd(lr=0.02), reduction="sum"
+    ),
+    "the order of the data set": Script(plain, optimizer=sgd(momentum=0.9), shuffles=False),
+    "several steps for a batch": Script(several_passes, optimizer=sgd(momentum=0.9)),
+    "several steps in order": Script(several_passes, shuffles=False),
+}

@@ -82,7 +82,7 @@ def scripts(folder: Path) -> Iterator[tuple[str, Callable[[], Callable[..., Any]
             path.write_text(block)
             link = "[README](../README.md)" if page == "README.md" else f"[{page}]({page})"
             yield f"the loop of {link}", partial(UserScript.read, str(path))
-    from tests.loop.test_own_loop import ALIKE
+    from tests.own_loops import ALIKE
 
     for name, script in ALIKE.items():
         yield f"a loop with {name}", partial(_same, script)

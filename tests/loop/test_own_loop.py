@@ -39,30 +39,21 @@ from steepest.testing.replay import replay
 from tests.logged_runs import Memory
 from tests.own_loop_runs import InterruptedRunError, Interrupts, run
 from tests.own_loops import (
+    ALIKE,
     BATCH,
     Parts,
     Script,
-    accumulating,
     adding_up,
-    adding_up_often,
     adversarial,
     alone,
     by_both,
-    by_epoch,
-    by_hand,
     clamped,
     clipped_apart,
-    clipping,
     meeting,
     of_some_samples,
-    penalised,
     plain,
     rollout,
-    scaling,
-    several_passes,
     sharpness_aware,
-    with_closures,
-    with_token_weights,
     without_loader,
 )
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
@@ -91,30 +82,6 @@ def test_a_loop_with_a_scheduler_equals_one_process(strategy: str, workers: int)
     assert difference(found.weights, SCHEDULED.alone(workers)) < 1e-12
     rates = [row["learning_rate"][0] for row in found.steps]
     assert rates == pytest.approx([0.1 * 0.9**step for step in range(len(rates))])
-
-
-ALIKE = {
-    "accumulating": Script(accumulating, optimizer=sgd(momentum=0.9), data=samples(24)),
-    "adamw": Script(
-        plain, lambda: perceptron(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)
-    ),
-    "a scheduler by epoch": Script(
-        by_epoch, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    ),
-    "rates by hand": Script(by_hand, optimizer=sgd(momentum=0.9)),
-    "clipping": Script(clipping, optimizer=sgd(momentum=0.9)),
-    "a scaler": Script(scaling, optimizer=sgd(momentum=0.9)),
-    "closures": Script(with_closures, optimizer=sgd(momentum=0.9)),
-    "a gradient penalty": Script(penalised),
-    "token weights": Script(with_token_weights),
-    "sums": Script(adding_up, optimizer=sgd(lr=0.02, momentum=0.9), reduction="sum"),
-    "sums, several steps for a batch": Script(
-        adding_up_often, optimizer=sgd(lr=0.02), reduction="sum"
-    ),
-    "the order of the data set": Script(plain, optimizer=sgd(momentum=0.9), shuffles=False),
-    "several steps for a batch": Script(several_passes, optimizer=sgd(momentum=0.9)),
-    "several steps in order": Script(several_passes, shuffles=False),
-}
 
 
 @pytest.mark.few(2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verification.test_verify import BACKWARD, STEP, loop, verified
+from tests.verified_loops import BACKWARD, STEP, loop, verified
 
 pytestmark = [pytest.mark.long, pytest.mark.full]
 

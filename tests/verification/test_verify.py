@@ -12,38 +12,9 @@ import torch
 from steepest import TorchModel
 from steepest.cli.main import main
 from steepest.errors import ConfigurationError
-from steepest.loop.script import UserScript
-from steepest.testing import VerifyReport, linear_model_creator, verify
+from steepest.testing import linear_model_creator, verify
 from tests.page_examples import blocks_of, run_block
-
-BEGIN = """
-import torch, torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-import steepest
-torch.manual_seed(1)
-x = torch.randn(96, 4)
-data = TensorDataset(x, (x.sum(1) > 0).long())
-model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loader = DataLoader(data, batch_size=8, shuffle=True)
-"""
-PREPARE = "model, optimizer, loader = steepest.prepare(model, optimizer, loader)\n"
-LOOP = """
-for epoch in steepest.epochs(4):
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-    steepest.report(loss=loss)
-"""
-
-
-def verified(tmp_path: Path, text: str, **chosen: Any) -> VerifyReport:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    return verify(UserScript.read(str(path)), **{"steps": 8, **chosen})
+from tests.verified_loops import BACKWARD, BEGIN, LOOP, PREPARE, STEP, loop, verified
 
 
 def test_a_counter_that_begins_anew_in_a_successor_is_named_with_its_line(
@@ -80,15 +51,6 @@ def test_a_counter_that_begins_anew_in_a_successor_is_named_with_its_line(
         assert "steepest.register" in row["causes"][0]
 
 
-def loop(*changes: tuple[str, str], before: str = "", prepare: str = PREPARE) -> str:
-    text = LOOP
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    return BEGIN + before + prepare + text
-
-
-BACKWARD, STEP = "        loss.backward()\n", "        optimizer.step()\n"
 TWO_LOSSES = """
 G, D = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 first, second = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (G, D))
