@@ -365,9 +365,6 @@ MISTAKES: dict[str, Mistake] = {
     "loss is float": refused(
         loss_gives(lambda right: right.item()), "the loss is float: return .* a tensor"
     ),
-    "loss is detached": refused(
-        loss_gives(lambda right: right.detach()), "does not depend on any trainable parameter"
-    ),
     "loss is complex": refused(
         loss_gives(lambda right: right * 1j), "the loss is a tensor.*complex128"
     ),
