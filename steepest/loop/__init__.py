@@ -1,9 +1,15 @@
 """A user's own training loop in the workers: `prepare`, `epochs`, `report` and `run`.
 
 The function runs on a thread of its own in each worker's process. It and the worker's thread take turns (`turns`):
-`session` is the worker's side, which hands over the batches of the worker's shares, and gradients to the engine, for
-which the loop is one more model (`model`); `user_loop` is the function's side; `job_view` has what both know of the
-job, and `loop_states` what another worker goes on with. What else there is has modules of its own, which ask a loop
-for little: the `ticks` of schedulers, `losses`, what is gathered (`gatherer`, over `gathering`), and `standing_in`
-meanwhile. `calls` has what the function calls, `run` what starts it.
+`session` is the worker's side, which asks the function for a step and hands its gradients to the engine, for which the
+loop is one more model (`model`); `user_loop` is the function's side; `job_view` has what both know of the job.
+
+Where workers wait for each other the loop goes through the batches by itself: `place` says where it is, `cursor` which
+batch comes next, and `sum_weights` what it weighs in a sum of gradients. Under `"local"`, `"async"` and the like the
+engine hands over a worker's own batches; `ticks` counts schedulers' steps there, and `standing_in` joins those
+who gather.
+
+`loop_states` is what another worker goes on with; `counting` has `enumerate` and `zip` count the batches that it
+passes by. `gatherer`, over `gathering`, is what workers give each other; `report_calls` numbers reports by their place.
+`calls` has what the function calls, `run` what starts it.
 """

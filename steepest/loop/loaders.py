@@ -95,9 +95,8 @@ class EvaluationLoader(PreparedLoader):
     loader: DataLoader[Any]
     _loop: UserLoop
     _source: DatasetSource
-    _passes: tuple[
-        int, int
-    ]  # the place of the last pass, see `UserLoop.place_number`, and passes there before
+    # the place of the last pass, see `UserLoop.place_number`, and passes there before
+    _passes: tuple[int, int]
 
     def __init__(self, loader: DataLoader[Any], loop: UserLoop) -> None:
         _indices_of(loader)
