@@ -52,6 +52,7 @@ NAVIGATION = {
         "docs/checkpoints",
         "docs/storage",
         "docs/failures",
+        "docs/audit",
         "docs/ending",
         "docs/testing",
     ),

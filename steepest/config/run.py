@@ -17,6 +17,7 @@ from steepest.validation import (
     require_choice,
     require_count,
     require_instance,
+    require_number,
     require_seconds,
 )
 
@@ -200,6 +201,12 @@ class RunConfig:
             `docs/security.md`.
         page: whether the page of the job is served from its beginning, to this machine alone, at a free
             port, see `DistributedSGD.page`; a line of the log says how to open it.
+        audit: the share of the steps, 0 to 1, in which each worker computes another worker's samples, too, and the
+            gradients are compared before the step is committed: so much more is computed. Where they differ the step
+            is computed again, to find out which process computes wrongly, and a warning and an event name it. See
+            `docs/audit.md`. 0 for no audits.
+        audit_replaces: whether a worker that computes wrongly is replaced before the step is committed, and its node
+            left out, if there is another one.
         runtime: what runs the job's processes. "auto": Ray where the program is connected to it, as in its tasks,
             actors and Tune's trials, or RAY_ADDRESS is set; else this machine. "processes": this machine, without Ray;
             workers may be more than there are cores. "ray": Ray, which is started if there is none.
@@ -221,6 +228,8 @@ class RunConfig:
     verbose: bool = False
     tls: bool | TLSConfig = False
     page: bool = False
+    audit: float = 0.0
+    audit_replaces: bool = False
     runtime: str = "auto"
 
     def __post_init__(self) -> None:
@@ -232,6 +241,13 @@ class RunConfig:
         require_choice("verbose", self.verbose, (False, True))
         check_tls(self.tls)
         require_choice("page", self.page, (False, True))
+        require_number("audit", self.audit, 0.0, 1.0)
+        require_choice("audit_replaces", self.audit_replaces, (False, True))
+        if self.audit_replaces and not (self.audit and self.failure.max_failures):
+            raise ConfigurationError(
+                f"audit_replaces=True with audit={self.audit} and max_failures={self.failure.max_failures}: no worker "
+                "is replaced then; give audit= a share of the steps, and FailureConfig(max_failures=) at least 1"
+            )
         require_choice("runtime", self.runtime, RUNTIMES)
 
 

@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client, Outcome, Position
 from steepest.core.engine.step_errors import raise_step_error
-from steepest.core.messages.driver import Failure, Result, WorkerLost
+from steepest.core.messages.driver import Difference, Failure, Result, WorkerLost
 from steepest.core.messages.message import Peer
 from steepest.core.system import Queue, system
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
@@ -364,6 +364,8 @@ class Training:
             if isinstance(late, Result):
                 done += 1
                 self._hand_on(late, plan, run)
+            elif isinstance(late, Difference):
+                self._supervisor.hear_difference(replace(late, waits=False))
         while done < self.step:
             done += 1
             self._hand_on(_unheard(done, plan), plan, run)
@@ -494,6 +496,9 @@ class Training:
         if isinstance(outcome, WorkerLost):
             supervisor.hear(outcome)
             return None
+        if isinstance(outcome, Difference):
+            supervisor.hear_difference(outcome)
+            return None
         lost = _loss(outcome, client)
         if lost is not None and supervisor.suspects(*lost, client):
             return None
@@ -523,6 +528,8 @@ class Training:
             outcome = client.outcomes.get()
             if isinstance(outcome, Result):
                 self._count(outcome, self.cluster.plan[0])
+            elif isinstance(outcome, Difference):
+                self._supervisor.hear_difference(replace(outcome, waits=False))
 
     def _raise_failure(self, failure: Failure) -> NoReturn:
         if failure.reason == "deadline":

@@ -115,6 +115,11 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             "run`, `compare` and `plan` the script calls its function in place of steepest.run(function, ...)"
         )
     require_function(function)
+    if run_config is not None and run_config.audit:
+        raise ConfigurationError(
+            f"audit={run_config.audit} with a loop of your own, in which no worker can take another one's step: leave "
+            "audit= out, or train with DistributedSGD(model_creator).fit()"
+        )
     if timeline is not None:
         check_target(timeline)
     chosen = as_strategy(strategy)

@@ -148,8 +148,8 @@ class Event(NamedTuple):
             continue without a dead one), "returned" (its successor joined them), "recovered" (other
             processes took over the chunks of a dead one), "draining" (a node will be removed, such as
             a spot machine that was given notice), "moved" (processes moved away from such a node),
-            "resized"; "changed" (anything else for which processes got their roles anew, such as
-            another strategy).
+            "resized", "difference" (gradients of an audited step, see `RunConfig.audit`); "changed" (anything
+            else for which processes got their roles anew, such as another strategy).
         step: number of steps committed by then.
         line: the line of the log.
         record: what was done and why, and for how many seconds each part of it took, as the logger

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-from steepest.core.messages.driver import WorkerLost
+from steepest.core.messages.driver import Difference, WorkerLost
 from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
-from steepest.errors import ResourcesError, ShutdownError
+from steepest.errors import ResourcesError, ShutdownError, listed
 from steepest.recovery.decision import Target, World
 from steepest.recovery.growth import Growth, Wanted
 from steepest.recovery.leaving import Leaving
@@ -45,6 +45,8 @@ class Observation:
         self._failures: Counter[int] = Counter()  # by seat
         self._counted: set[object] = set()  # deaths among them, by the calls that watched
         self._job_knows: set[object] = set()  # of deaths, by the calls that watched
+        # workers on nodes that are left out because they compute wrongly, by the calls that watch them
+        self.distrusted: set[object] = set()
         self._told: set[Start] = set()  # that were already reported as slow
         self._up_since = math.inf  # when the first of the further workers was up
 
@@ -118,6 +120,40 @@ class Observation:
             runtime().wait([cluster.members[peer].watch], NOTICE_SECONDS)
             cluster.deaths.declare(peer, lost.why)
 
+    def hear_difference(self, found: Difference) -> None:
+        """Note that gradients of an audited step differ; give up a worker that is to be replaced for it.
+
+        Raises:
+            PeerLostError: it cannot be replaced.
+        """
+        cluster = self._cluster
+        who = None if found.worker is None else worker_peer(found.worker)
+
+        def named(worker: int) -> str:
+            peer = worker_peer(worker)
+            place = cluster.places.get(peer)
+            return (
+                str(peer) if place is None else f"{peer} on {place.host} (node {place.node[:12]})"
+            )
+
+        names = listed(map(named, sorted({worker for pair in found.pairs for worker in pair})))
+        wrong = f"{who} computes wrongly: {found.why}" if who else found.why
+        cluster.note(
+            "difference",
+            f"audit of step {found.step}: gradients of the same samples differ on {names}; {wrong}",
+        )
+        member = None if who is None else cluster.members.get(who)
+        if not found.waits or who is None or member is None or member.life != found.life:
+            return
+        why = f"the audit of step {found.step} has found that it computes wrongly"
+        if not self.can_replace(who):
+            cluster.deaths.raise_lost(who, why)
+        cluster.placement.distrust(member.place.node)
+        if member.place.node in cluster.placement.failing:
+            self.distrusted.add(member.watch)
+        self.tell_job({who: why})
+        cluster.deaths.declare(who, why)
+
     def is_plain(self, peer: Peer) -> bool:
         """Return whether a process is a worker that holds nothing without which others stand still."""
         return peer.role == "worker" and self._cluster.job.workers_are_replaced
@@ -133,9 +169,13 @@ class Observation:
         return dead
 
     def worn_out(self, dead: Collection[Peer]) -> frozenset[Peer]:
-        """Return those of the dead in whose places processes have died too often."""
+        """Return those of the dead in whose places processes have died too often, or that are distrusted."""
         allowed = self._cluster.run_config.failure.max_failures
-        return frozenset(peer for peer in dead if self._failed(peer) > allowed)
+        return frozenset(p for p in dead if self._failed(p) > allowed or self.is_distrusted(p))
+
+    def is_distrusted(self, peer: Peer) -> bool:
+        """Return whether a process has computed wrongly on a node that is left out."""
+        return self._cluster.members[peer].watch in self.distrusted
 
     def _failed(self, peer: Peer) -> int:
         """Return how many processes have died in the place of a dead one, with that one."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 from steepest.core.engine.client import Client
-from steepest.core.messages.driver import WorkerLost
+from steepest.core.messages.driver import Difference, WorkerLost
 from steepest.core.messages.message import Peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
@@ -234,6 +234,11 @@ class Supervisor:
         self.observation.hear(lost)
         self._looked = 0.0
 
+    def hear_difference(self, found: Difference) -> None:
+        """Take the coordinator's word that gradients of an audited step differ."""
+        self.observation.hear_difference(found)
+        self._looked = 0.0
+
     def suspects(self, peer: Peer, why: str, client: Client) -> bool:
         """Note that a role's channel has closed; return False if its process cannot be replaced.
 
@@ -368,7 +373,7 @@ class Supervisor:
 
     def _said(self, change: Change, peer: Peer, why: str) -> str:
         """Return what is said of a dead process, by the name that it had when the change began."""
-        if peer in self.observation.worn_out([peer]):
+        if peer in self.observation.worn_out([peer]) and not self.observation.is_distrusted(peer):
             allowed = self._cluster.run_config.failure.max_failures
             why += f"; it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more"
         member = self._cluster.members[peer]

@@ -270,7 +270,7 @@ class Cluster(JobContext):
             self.run_config.deadlines.step, self.run_config.keep_log,
             None if alike else hosts_of(self.places, num_servers, config), chosen.accumulate,
             self._schedule_offset, self.run_config.failure.max_failures > 0, whole,
-            unfrozen,
+            unfrozen, self.run_config.audit, self.run_config.audit_replaces,
         )  # fmt: skip
         self.roles_due = False
         self.plan = (self.job.plan(), chosen.seed)

@@ -76,9 +76,13 @@ class Placement:
         with_node = ", and so is the node" if self.failing != failing else ""
         return f"left out from now on{with_node}" if seats else "a successor joins when it is up"
 
+    def distrust(self, node: str) -> None:
+        """Have a node left out, see `failing`: a process on it has computed wrongly."""
+        self._failed[node] += _FAILED_SEATS
+
     @property
     def failing(self) -> set[str]:
-        """Ids of nodes with two seats or more left out, where no process is placed; empty if no other would remain."""
+        """Ids of nodes that are left out: distrusted, or with two such seats; empty if no other would remain."""
         found = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
         living = {*runtime().nodes()} if found else set()
         return found if living > found else set()

@@ -29,7 +29,7 @@ from steepest.core.engine.server import Server
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.engine.topology import HostMap
 from steepest.core.engine.worker import Worker
-from steepest.core.messages.driver import Failure, Result, WorkerLost
+from steepest.core.messages.driver import Difference, Failure, Result, WorkerLost
 from steepest.core.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.core.models.protocol import Model
 from steepest.core.models.step_size import StepSize
@@ -63,9 +63,11 @@ class InProcessCluster:
         faults: the script, see `steepest.testing.Fault`.
         extensions: what attaches to the workers, see `docs/extensions.md`; by default all that the library has.
         device: on which all models compute, "cuda" for the present GPU.
+        audit, audit_replaces: as of `RunConfig`; with `audit_replaces` give `replaces`, too.
 
     Attributes:
         left: what the coordinator says of each worker that died.
+        differences: what it says of gradients that differ in audited steps.
         on_left: called with the index of each of these workers; by default `replace`.
         lives: by worker, how many processes came before the present one.
 
@@ -97,6 +99,8 @@ class InProcessCluster:
         faults: Sequence[Fault] = (),
         extensions: Sequence[Extension] = EXTENSIONS,
         device: str = "cpu",
+        audit: float = 0.0,
+        audit_replaces: bool = False,
     ) -> None:
         self._extensions = tuple(map(simulated, extensions))
         config = strategy or ParameterServerStrategy(num_servers=1)
@@ -128,6 +132,7 @@ class InProcessCluster:
         self.job = Job(
             description, config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
             keep_log, hosts, accumulate, replaces=replaces, global_batch_size=global_batch_size,
+            audit=audit, audit_replaces=audit_replaces,
         )  # fmt: skip
         if faults and self.job.micro_batches != accumulate:
             raise ConfigurationError(
@@ -135,6 +140,7 @@ class InProcessCluster:
                 f"give accumulate={self.job.micro_batches}, as many batches as each replica computes"
             )
         self.left: list[WorkerLost] = []
+        self.differences: list[Difference] = []
         self.on_left: Callable[[int], None] = self.replace
         self._devices = [torch.device(device)] * devices_per_worker
         replicas = [
@@ -295,6 +301,11 @@ class InProcessCluster:
             if isinstance(outcome, WorkerLost):
                 self.left.append(outcome)
                 self.on_left(outcome.worker)
+                continue
+            if isinstance(outcome, Difference):
+                self.differences.append(outcome)
+                if outcome.waits and outcome.worker is not None:
+                    self.kill(outcome.worker)
                 continue
             found.append(outcome)
             if isinstance(outcome, Failure):

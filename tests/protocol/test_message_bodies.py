@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from steepest.collectives import messages as collective
 from steepest.collectives.messages import MEMBERS
 from steepest.core.messages import driver, gradients, membership, snapshots, users
+from steepest.core.messages.audits import Audited, GradientDigest
 from steepest.core.messages.fields import StepDigest
 from steepest.core.messages.message import Kind, MessageKind, Peer, PushId
 from steepest.core.messages.permissions import TRAINING, MessageCheck
@@ -28,6 +30,7 @@ STATE = {
     "history": {"committed": 3, "skipped": 1, "dropped": 0, "staleness": [[0, 6]]},
 }
 TENSOR = (4, 1, "weight", "exp_avg", 0, 8, False, "float32", [8])
+DIGEST = GradientDigest(7, 8, (1, 2), (0.5, 0.25), (0.5, math.inf))
 SAID: list[Body] = [
     gradients.Push(1, 2, 3, 4, 1, 0.5, 8.0, [2]),
     gradients.Push(1, 2, 3, 4, 1),
@@ -40,6 +43,7 @@ SAID: list[Body] = [
     gradients.Report(
         1, 2, 3, 4, 8.0, 16, 9, 9, hyper=[{"betas": (0.9, 0.5)}], digest=StepDigest(0, 3, 1, 0)
     ),
+    gradients.Report(1, 2, 3, 4, 8.0, 16, 9, 9, audit=Audited("cpu", 0.01, 2, DIGEST, DIGEST)),
     gradients.CommitOrder(
         1,
         4,
@@ -81,6 +85,7 @@ SAID: list[Body] = [
     driver.Stopped(1, 5, 9),
     driver.GiveUp(2, 1, "silent"),
     driver.WorkerLost(1, 4, 2, 1, "silent"),
+    driver.Difference(1, 4, 5, [[0, 2], [2, 2]], "not the same result twice", 2, 1, waits=True),
     driver.ReadCounters(5),
     driver.Counters(1, 5, 4, 2, 4, 0, 1, [[0, 6]], 8, [3], [[0, 0.5]], [[2, 1]]),
     driver.ReadLog(5, 100),

@@ -107,6 +107,7 @@ class BatchLoader:
 
     Attributes:
         places: as given; see `divide`.
+        seed: of the job.
         seconds_ahead: that loading a batch of the last share took while its weights were awaited.
     """
 
@@ -125,7 +126,7 @@ class BatchLoader:
         self._division = division
         self._opened = division  # with which streams are open
         self._leased = leased
-        self._seed = seed
+        self.seed = seed
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         self._loaded: _Loaded | None = None  # a batch of a step to come
@@ -146,7 +147,7 @@ class BatchLoader:
         if dropped:
             self._drop()
         self.places.use(plan)
-        self._seed = seed
+        self.seed = seed
         return dropped
 
     def divide(self, places: SamplePlaces, division: tuple[int, int]) -> None:
@@ -158,6 +159,11 @@ class BatchLoader:
         """Continue where an earlier loader of the same models was in the data."""
         self._batches, self._loaded = other._batches, other._loaded
         self._streams, self._opened = other._streams, other._opened
+
+    def of_other(self, first: int) -> BatchLoader:
+        """Return a loader of the batches of another worker, given its first replica; this one's stay as they are."""
+        division = first, self._division[1]
+        return BatchLoader(self._models, self.places, division, leased=True, seed=self.seed)
 
     def reopen(self, replica: int) -> None:
         """Have a replica's source opened again for its next batch."""
@@ -238,7 +244,7 @@ class BatchLoader:
         if self.places.plan is None and self._model_seeds(place):
             return
         step, part = self.places.step_of(place[0]), self.places.part_of(place)
-        seed_everything(step_seed(self._seed, step, part))
+        seed_everything(step_seed(self.seed, step, part))
 
     def _load(self, place: Place) -> Any:
         """Seed all generators for the batch of a place, and return the batch that the source has."""

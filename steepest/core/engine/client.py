@@ -17,6 +17,7 @@ from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.driver import (
     AskForSteps,
     Counters,
+    Difference,
     Failure,
     GiveUp,
     LogPage,
@@ -65,7 +66,7 @@ from steepest.errors import (
 T = TypeVar("T")
 Holders = Sequence[Sequence[int]]
 #: What comes of the steps that a client has asked for, and of the processes that take them.
-Outcome = Result | Failure | WorkerLost | PeerLostError | ProtocolError
+Outcome = Result | Failure | WorkerLost | Difference | PeerLostError | ProtocolError
 _ASKS = 16  # of which the coordinator may still refuse some
 
 
@@ -115,8 +116,8 @@ class Client:
     def __init__(
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
-        # RESULT, FAILURE and WORKER_LOST, the loss of a peer, or that a request for steps was refused, in the order of
-        # events, for any thread
+        # RESULT, FAILURE, WORKER_LOST and DIFFERENCE, the loss of a peer, or that a request for steps was refused, in
+        # the order of events, for any thread
         self.outcomes: Queue[Outcome] = system().queue()
         self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
         # the newest generation and version that the client has heard of
@@ -134,6 +135,7 @@ class Client:
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
         self._asks: deque[int] = deque(maxlen=_ASKS)  # numbers of requests for steps
         self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
+        self._differed = Position(0, -1)  # of the last DIFFERENCE
         self._failure: PeerLostError | None = None  # after which nothing is answered any more
         # the first coordinator or server whose loss the client has heard of
         self.lost_peer: Peer | None = None
@@ -359,6 +361,12 @@ class Client:
                     self._ended.add(life)
                     self._move_to(lost)
                     self._tell(lost)
+            case Kind.DIFFERENCE:
+                difference = Difference.unpack(message)
+                place = Position(difference.generation, difference.version)
+                if place > self._differed:
+                    self._differed = place
+                    self._tell(difference)
             case Kind.RESULT:
                 self._end_step(Result.unpack(message))
             case Kind.FAILURE:

@@ -24,6 +24,7 @@ from steepest.core.messages.permissions import MessageCheck
 from steepest.core.models.protocol import Model
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import Schedule
+from steepest.core.protocol.audits import Audits
 from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_state import CommitState
 from steepest.core.protocol.coordinator import Coordinator
@@ -126,6 +127,8 @@ def make_coordinator(job: Job) -> Coordinator:
             step_timeout=job.step_timeout,
             replaces=job.workers_are_replaced,
             reloads=job.passes_weights,
+            audits=Audits() if job.audit else None,
+            replaces_wrong=job.audit_replaces,
         ),
         hyperparameters,
         nonfinite=job.strategy.nonfinite,
@@ -268,6 +271,7 @@ def host_worker(
             receive=wait or router.wait,
             poll=partial(router.wait, 0.0) if wait is None else None,
         ),
+        audit=job.audit,
     )
     replicas.use_plan(job.plan(), job.seed)
     host_role(router, job, peer, worker)

@@ -101,6 +101,10 @@ class Job:
     global_batch_size: int | None = None
     # names of parameters that are trained although models are made with them frozen
     unfrozen: frozenset[str] = frozenset()
+    # the share of the steps in which each worker computes another one's samples, too, and whether one that computes
+    # wrongly is replaced
+    audit: float = 0.0
+    audit_replaces: bool = False
 
     def __post_init__(self) -> None:
         if self.global_batch_size is not None and self.description.samples is None:
@@ -125,6 +129,8 @@ class Job:
                 "stand for: give build_models() an extension that does"
             )
         self._require_norms()
+        if self.audit:
+            self._require_auditable()
         if strategy.scale_rate and any(
             group.get("lr") is None for _, group in self.server_spec.groups
         ):
@@ -144,6 +150,20 @@ class Job:
             raise ConfigurationError(
                 NO_NORM.format(f"clip_norm={greatest} with rule {type(rule).__name__}")
             )
+
+    def _require_auditable(self) -> None:
+        """Check that a worker can compute another one's gradient; ConfigurationError otherwise."""
+        strategy, reason = self.strategy, ""
+        if strategy.local or not self.needs_all:
+            reason = f"strategy {self.config.name!r}, whose workers do not take each step together from the same "
+            reason += 'weights: give strategy="ps" or "allreduce"'
+        elif self.description.samples is None or self.description.divides:
+            reason = "data that choose their own batches, which no other worker can read: give arrays, a map-style "
+            reason += "dataset or an IndexedStream"
+        elif self.description.opaque is not None:
+            reason = "embedding tables, whose rows only the worker asks for that needs them: train without tables"
+        if reason:
+            raise ConfigurationError(f"audit={self.audit} with {reason}, or leave audit= out")
 
     def _require_plain_sums(self) -> None:
         """Check that gradients are such as workers add up among themselves; ConfigurationError otherwise."""

@@ -147,6 +147,9 @@ class Replicas:
     #: lets messages move, between two batches of a share that is begun early; None elsewhere
     between_batches: Callable[[], None] | None = None
 
+    #: called with each batch that is computed; None in steps that are not audited
+    watch: Callable[[Any], None] | None = None
+
     #: has servers drop what was pushed of the present share; None between two shares
     take_back: Callable[[], None] | None = None
 
@@ -261,6 +264,16 @@ class Replicas:
         self._first = state
         for model in self.models:
             model.load_state(state)
+
+    def load_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Set what `states` returned."""
+        for model, state in zip(self.models, states, strict=True):
+            model.load_state(state)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first replica."""
+        return self._devices[0]
 
     def states(self, names: Sequence[str] = ()) -> list[Tensors]:
         """Return each replica's state (see `Model.state`), with these frozen parameters even if as installed."""
@@ -446,6 +459,26 @@ class Replicas:
         self._companion.end_share(chunk_ready)
         return result
 
+    def compute_other(
+        self, number: int, chunk_ready: ChunkReady, watch: Callable[[Any], None], arrive: Arrive
+    ) -> float:
+        """Compute the gradient of another worker's share, as that does; return the seconds that it took.
+
+        The next gradient of this worker overwrites it. Models keep what they have changed of their own.
+
+        Args:
+            number, chunk_ready, arrive: as of `compute`.
+            watch: called with each batch.
+        """
+        own, began, first = self.batches, self._now(), self.first_index
+        self.first_index = number % own.places.shares * len(self.models)
+        self.batches, self.watch = own.of_other(self.first_index), watch
+        try:
+            self.compute(number, chunk_ready, False, arrive)
+        finally:
+            self.batches, self.first_index, self.watch = own, first, None
+        return self._now() - began
+
     def _tell_place(self, place: Place, *, empty: bool = False) -> None:
         """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
         replica = place[1]
@@ -474,6 +507,8 @@ class Replicas:
             if self._changes_gpu:
                 choose_gpu(self._devices[replica])
             batch = companion.take(place, self.batches.load)
+            if self.watch is not None:
+                self.watch(batch)
             loaded = self._now()
             if self.spans is not None:
                 self.spans.add(SpanKind.LOAD, began)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.core.engine.auditing import Auditor
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.generators import about_to_change
 from steepest.core.engine.incoming_weights import Key
@@ -18,6 +19,7 @@ from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.step_waits import AbandonedError, BetweenTurns, PausedError, StepWaits
 from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
+from steepest.core.messages.audits import Audited
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send
@@ -48,6 +50,7 @@ class _PushedShare:
     # the arguments of each call of `ChunkReady`
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
     more: Sequence[Any]  # see `Exchange.logged`
+    audit: Audited | None  # None of steps that are not audited
 
 
 class Worker:
@@ -64,6 +67,7 @@ class Worker:
         members: number of workers, each of which has one share of a step that is granted.
         incarnation: number of this life of the worker, from 0.
         between: has the process' router move bytes during a step.
+        audit: the share of the steps in which it computes another worker's samples, too.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Worker:
         members: int = 1,
         incarnation: int = 0,
         between: BetweenTurns,
+        audit: float = 0.0,
     ) -> None:
         self.version = -1  # of the weights that are here whole; -1 for none
         self.generation = 0  # the newest one that the worker has begun
@@ -88,6 +93,7 @@ class Worker:
         self._members = members
         self._incarnation = incarnation
         self._between = between
+        self._auditor = Auditor(audit, members, replicas) if audit else None
         # `_is_ahead`: whether `_go_ahead` is to be called
         self._stepping = self._stopped = self._paused = self._is_ahead = False
         self._deferred: list[tuple[Peer, Message]] = []  # messages that came amid the present step
@@ -624,6 +630,7 @@ class Worker:
             digest=said["digest"],
             notes=said["notes"],
             overflowed=said["overflowed"],
+            audit=None if self._computed is None else self._computed.audit,
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:
@@ -632,9 +639,15 @@ class Worker:
         done, self._computed = self._computed, None
         if done is None or (done.share, done.version) != (share, version):
             pushes: list[Any] = []
+            is_early = self._waits.arriving is not None or self._waits.leased is not None
+            arrive = self._waits.arrive if is_early else all_here
+            # before the worker's own share, whose gradient stays where servers read it
+            audit = None if self._auditor is None else self._auditor.begin(version, arrive)
 
             def push(*chunk: Any) -> None:
                 pushes.append(chunk)
+                if audit is not None:
+                    audit.own.add(*chunk)
                 self._push(*chunk)
 
             def take_back() -> None:
@@ -642,13 +655,16 @@ class Worker:
                 self._exchange.take_back()
 
             self._replicas.take_back = take_back
-            is_early = self._waits.arriving is not None or self._waits.leased is not None
-            arrive = self._waits.arrive if is_early else all_here
+            self._replicas.watch = None if audit is None else audit.own.add_batch
             result = self._replicas.compute(share, push, self._stats, arrive)
-            self._replicas.take_back = None
+            self._replicas.take_back = self._replicas.watch = None
+            audited = None
+            if audit is not None:
+                audited, result.timings["audit"] = audit.result(self._replicas), audit.seconds
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waits.seconds, 0.0)
-            done = _PushedShare(share, self._pushed[1], result, pushes, self._exchange.logged())
+            more = self._exchange.logged()
+            done = _PushedShare(share, self._pushed[1], result, pushes, more, audited)
         else:
             self._waits.arrive(None)
             for chunk in done.pushes:

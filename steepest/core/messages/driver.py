@@ -179,6 +179,28 @@ class WorkerLost(Body):
     why: Annotated[str, TEXT]  # the cause, in words
 
 
+@body(Kind.DIFFERENCE)
+class Difference(Body):
+    """Processes have computed different gradients of the same samples, in an audited step that is not committed yet.
+
+    The coordinator sends it to the client when they were computed a second time.
+    """
+
+    generation: Generation  # in which they were
+    version: Version  # of the weights from which they were computed
+    step: Annotated[int, COUNT]  # number of steps committed, the audited one included
+    # for each difference whose samples they are, and who has computed them, too
+    pairs: Annotated[Seq[tuple[int, int]], many(each_of(WORKER, WORKER))]
+    why: Annotated[str, TEXT]  # what is known, in words
+    worker: Annotated[int | None, WORKER] = (
+        None  # that computes wrongly; None where that is not known
+    )
+    life: Annotated[int, COUNT] = 0  # its incarnation
+    waits: Annotated[bool, FLAG] = (
+        False  # whether the step is committed once another process has its place
+    )
+
+
 @body(Kind.READ_COUNTERS)
 class ReadCounters(Body):
     """A request for the counters.

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import field
 from typing import Annotated, Any
 
+from steepest.core.messages.audits import AUDITED, Audited
 from steepest.core.messages.fields import (
     ANYTHING,
     COUNT,
@@ -172,6 +173,8 @@ class Report(Body):
     overflowed: Annotated[bool, FLAG] = False
     # in means, of those metrics that have another weight than the samples
     weights: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    # what it has computed of an audited step; None of others
+    audit: Annotated[Audited | None, AUDITED] = None
 
 
 @body()

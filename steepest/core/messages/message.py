@@ -99,6 +99,7 @@ class Kind(MessageKind):
     COUNTERS = 29
     READ_LOG = 30
     LOG_PAGE = 31
+    DIFFERENCE = 56
     # steepest.core.messages.snapshots
     READ = 32
     SNAPSHOT = 33

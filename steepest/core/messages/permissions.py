@@ -9,6 +9,7 @@ from types import MappingProxyType
 from steepest.core.messages.driver import (
     AskForSteps,
     Counters,
+    Difference,
     Failure,
     GiveUp,
     LogPage,
@@ -96,6 +97,7 @@ _TRAINING: Sayings = {
         Revoked,
         Stopped,
         WorkerLost,
+        Difference,
         LogPage,
     ),
 }

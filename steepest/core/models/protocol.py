@@ -211,6 +211,7 @@ class Model(ABC):
             may take them back before `compute_gradients` returns, and calls `ready` for every entry after that.
         take_back: None, but while such a model computes, where calls of `ready` can be undone, a function that undoes
             all of them.
+        reduced: the dtype in which it computes, where that is less precise than its parameters'.
         attend: for tests: is called with router, peer and role of each server and worker that is hosted.
     """
 
@@ -229,6 +230,7 @@ class Model(ABC):
     overflowed: bool = False
     may_take_back: bool = False
     take_back: Callable[[], None] | None = None
+    reduced: torch.dtype | None = None
     attend: Callable[[Any, Any, Any], None] | None = None
 
     @abstractmethod

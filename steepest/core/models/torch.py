@@ -177,7 +177,7 @@ class TorchModel(Model):
         check_module(module)
         check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
         check_precision(autocast, loss_scale)
-        self._autocast = autocast
+        self._autocast = self.reduced = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
         self.data, self.batch_size = self._as_source(data, batch_size)

@@ -21,10 +21,11 @@ from steepest.core.messages.membership import (
 )
 from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.core.messages.snapshots import Install, Installed, Refused
+from steepest.core.protocol.audits import Audits
 from steepest.core.protocol.commit_rules import CommitQuorum, Staged, knows_norms
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
-from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach
+from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach, StagedTogether
 from steepest.core.protocol.step_summary import OpenStep
 from steepest.core.status import Status
 from steepest.errors import ProtocolError, listed
@@ -48,6 +49,8 @@ class ClosedJob:
             place; otherwise the loss is a failure.
         reloads: whether each generation begins with all weights, because those of the one before may
             not come any more.
+        audits: compares gradients of audited steps; None without such.
+        replaces_wrong: whether a step is committed only when a worker that computes wrongly has a successor.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class ClosedJob:
         step_timeout: float,
         replaces: bool = False,
         reloads: bool = False,
+        audits: Audits | None = None,
+        replaces_wrong: bool = False,
     ) -> None:
         self.state = state
         self.joined: set[int] = set()  # indices of the workers that have joined and are not lost
@@ -66,6 +71,10 @@ class ClosedJob:
         self.torn: Mapping[str, Any] | None = None
         self._step_timeout = step_timeout
         self._replaces, self._reloads = replaces, reloads
+        self._audits, self._replaces_wrong = audits, replaces_wrong
+        self._held = (
+            -1
+        )  # the generation in which a worker is to be replaced before anything is committed
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
         self._begun = False  # whether all workers have been joined at the same time
         self._client: Peer | None = None  # which asked for something last
@@ -257,10 +266,13 @@ class ClosedJob:
             out.append((self._client, lost.pack()))
         return out
 
-    def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
+    def _begin_generation(
+        self, *, reload: bool, again: bool = False, anew: bool = False
+    ) -> Outgoing:
         """Begin a generation, which voids every staged push."""
         # Install clients' waiting states if all workers have joined. reload: whether servers send all weights to all
-        # members; again: whether the steps stay granted, and gradients computed from the same weights stay good.
+        # members; again: whether the steps stay granted, and, unless `anew`, gradients computed from the same weights
+        # stay good.
         state = self.state
         state.begin_generation(self.joined)
         if not again:
@@ -272,7 +284,7 @@ class ClosedJob:
             # a worker in the middle of a push may hold older weights
             reload=reload or self._reloads or not state.needs_all,
             install=[[*client, sequence] for client, sequence in installs],
-            again=again and not installs,
+            again=again and not anew and not installs,
         )
         out = state.to_servers(members)
         out += [(worker_peer(worker), members.pack()) for worker in sorted(self.joined)]
@@ -476,6 +488,31 @@ class ClosedJob:
         if later:
             leases.free(shares)
         return readers, out
+
+    def audit(self) -> tuple[Outgoing, bool]:
+        """Compare the gradients of an audited step, see `Membership.audit`."""
+        state = self.state
+        if self._audits is None or not isinstance(state.staging, StagedTogether):
+            return [], True
+        if self._held == state.generation:
+            return [], False
+        reports = state.staging.reports()
+        found = self._audits.judge(state.version, reports)
+        if found is None:
+            return [], True
+        if found.again:
+            begun = self._begin_generation(reload=False, again=True, anew=True)
+            return begun + self._go_on(), False
+        waits = self._replaces_wrong and found.worker is not None and self._client is not None
+        if waits:
+            self._held = state.generation
+        life = 0 if found.worker is None else reports[found.worker].incarnation
+        difference = driver.Difference(
+            *(state.generation, state.version, state.step + 1, found.pairs, found.why),
+            *(found.worker, life, waits),
+        )
+        told = [] if self._client is None else [(self._client, difference.pack())]
+        return told, not waits
 
     # -- failure -------------------------------------------------------------------------------
 

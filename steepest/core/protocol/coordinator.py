@@ -264,6 +264,10 @@ class Coordinator:
                 out += self._drop(late)
             if not chosen or (grace and not self._has_waited(grace)):
                 break
+            told, may_commit = self.membership.audit()
+            out += told
+            if not may_commit:
+                break
             skip = state.staging.overflowed()
             culprits = [] if self._nonfinite == "pass" else state.staging.culprits(chosen)
             if culprits and self._nonfinite == "refuse" and not skip:

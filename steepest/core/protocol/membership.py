@@ -89,6 +89,9 @@ class Membership(Protocol):
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Take note that pushes will never be committed; return as `committed`."""
 
+    def audit(self) -> tuple[Outgoing, bool]:
+        """Compare what workers report of a step, which is staged; return messages, and whether it may be committed."""
+
     def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
         """Commit none of some pushes, which are not staged any more afterwards.
 

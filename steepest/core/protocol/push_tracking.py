@@ -126,6 +126,11 @@ class StagedTogether(Staging):
         self.clear()
         return reports
 
+    def reports(self) -> dict[int, Report]:
+        """Return the reports of workers by index, which stay."""
+        each = {worker: report for worker, (_, report) in self._reports.items()}
+        return {worker: report for worker, report in each.items() if isinstance(report, Report)}
+
     def overflowed(self) -> bool:
         """Return whether a report says so, see `Staging.overflowed`."""
         reports = (report for _, report in self._reports.values())

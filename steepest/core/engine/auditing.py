@@ -1,0 +1,149 @@
+"""A worker's part in audited steps: it computes another worker's samples, too, and leaves no trace of that."""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from steepest.core.engine.replicas import Replicas
+from steepest.core.messages.audits import Audited, GradientDigest
+from steepest.core.models.protocol import Arrive
+from steepest.core.protocol.audits import drawn, other_of
+from steepest.core.tensors.dtypes import Tensors, as_bytes
+from steepest.core.tensors.layout import ParameterLayout
+
+
+class Digest:
+    """The digest of a gradient that is being computed, chunk by chunk."""
+
+    def __init__(self, layout: ParameterLayout, state: int) -> None:
+        self._layout, self._batches, self._state = layout, 0, state
+        self._chunks: dict[int, tuple[int, float, float]] = {}
+
+    def add_batch(self, batch: Any) -> None:
+        """Add a batch of its samples."""
+        for leaf in tree_leaves(batch):
+            self._batches = _crc(leaf, self._batches)
+
+    def add(
+        self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> None:
+        """Add a complete chunk, see `ChunkReady`, before any process has changed it."""
+        bits = zlib.crc32(repr((unit, total, sorted(absent))).encode())
+        values = payload.view(self._layout.chunks[chunk].dtype)
+        values = (torch.view_as_real(values) if values.is_complex() else values).double()
+        sums = float(values.sum()) * unit, float(values.norm()) * unit
+        self._chunks[chunk] = (_crc(payload, bits), *sums)
+
+    def result(self) -> GradientDigest:
+        """Return the digest, when all chunks are added."""
+        each = [self._chunks[chunk] for chunk in sorted(self._chunks)]
+        bits, sums, norms = zip(*each, strict=True)
+        return GradientDigest(self._batches, self._state, bits, sums, norms)
+
+
+class Audit:
+    """An audited step on one worker; the other's samples are computed."""
+
+    def __init__(self, other: int, others: Digest, own: Digest, seconds: float) -> None:
+        self.own = own  # to which the worker's own gradient is to be added
+        self.seconds = seconds  # that it took
+        self._other, self._others = other, others
+
+    def result(self, replicas: Replicas) -> Audited:
+        """Return what a report says of it."""
+        layout, reduced = replicas.layout, replicas.models[0].reduced
+        dtypes = {layout.chunks[chunk].dtype for chunk in layout.trainable_chunks}
+        dtypes |= set() if reduced is None else {reduced}
+        rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** (1 / 3)
+        digests = self.own.result(), self._others.result()
+        return Audited(machine(replicas.device), rounding, self._other, *digests)
+
+
+class Auditor:
+    """A worker's audits.
+
+    Args:
+        share: of the steps that are audited.
+        members: number of workers.
+        replicas: of the worker.
+    """
+
+    def __init__(self, share: float, members: int, replicas: Replicas) -> None:
+        self._share, self._members, self._replicas = share, members, replicas
+        # the last audited step, what replicas had of their own before it, and how often it was computed again
+        self._before: tuple[int, list[Tensors], int] = (-1, [], 0)
+
+    def begin(self, version: int, arrive: Arrive) -> Audit | None:
+        """Compute another worker's samples of a step, if it is audited; None if not.
+
+        Buffers are as before it then, also before an earlier attempt of the same step; generators are seeded for each
+        batch.
+
+        Args:
+            version: of the weights, which number the step.
+            arrive: see `Model.compute_gradients`.
+        """
+        replicas = self._replicas
+        number = drawn(replicas.batches.seed, version, self._share)
+        if number is None:
+            return None
+        step, states, attempt = self._before
+        if step == version:
+            attempt += 1
+            replicas.load_states(states)
+        else:
+            states, attempt = replicas.states(), 0
+        self._before = version, states, attempt
+        other = other_of(replicas.worker, self._members, number, attempt)
+        state = 0
+        for each in states:
+            for name in sorted(each):
+                state = _crc(each[name], state)
+        others, own = Digest(replicas.layout, state), Digest(replicas.layout, state)
+        try:
+            seconds = replicas.compute_other(
+                version * self._members + other, others.add, others.add_batch, arrive
+            )
+        finally:
+            replicas.load_states(states)
+        return Audit(other, others, own, seconds)
+
+
+def machine(device: torch.device) -> str:
+    """Return what decides the bits of a device's results; "" for a GPU on which they may differ each time."""
+    if device.type == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    if not torch.are_deterministic_algorithms_enabled():
+        return ""
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+
+
+@cache
+def _processor() -> str:
+    """Return the model of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _crc(value: Any, before: int) -> int:
+    """Return the CRC-32 of a tensor, array or plain value after others; of other things that before."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return before
+        return zlib.crc32(as_bytes(value.detach().cpu()).numpy().data, before)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
+    if isinstance(value, (str, bytes, bool, int, float)):
+        return zlib.crc32(repr(value).encode(), before)
+    return before

@@ -1,0 +1,66 @@
+"""What a worker's report says of an audited step: digests of its own gradient, and of another worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from steepest.core.messages.fields import MOST, Field
+
+
+class GradientDigest(NamedTuple):
+    """The gradient of one share of the samples, as one process has computed it.
+
+    Chunks are in the order of their numbers.
+    """
+
+    batches: int  # CRC-32 of the samples
+    state: int  # CRC-32 of the buffers, before
+    bits: Sequence[int]  # CRC-32 of each chunk, with its weights and absent parameters
+    sums: Sequence[float]  # of the elements of each chunk
+    norms: Sequence[float]  # 2-norms of each chunk
+
+
+class Audited(NamedTuple):
+    """What a worker has computed in an audited step."""
+
+    machine: (
+        str  # results of equal machines have equal bits; "" where not even those of one machine do
+    )
+    rounding: float  # the greatest relative difference of a chunk's norm, or sum, that is rounding
+    other: int  # the worker whose samples it has computed, too
+    own: GradientDigest
+    others: GradientDigest
+
+
+def _fits_digest(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == len(GradientDigest._fields)
+        and all(type(part) is int and 0 <= part < MOST for part in value[:2])
+        and all(isinstance(part, (list, tuple)) for part in value[2:])
+        and len({len(part) for part in value[2:]}) == 1
+        and {*map(type, value[2])} <= {int}
+        and {*map(type, value[3]), *map(type, value[4])} <= {float}
+    )
+
+
+def _read(value: Sequence[Any]) -> Audited:
+    machine, rounding, other, own, others = value
+    digests = [GradientDigest(*each[:2], *map(tuple, each[2:])) for each in (own, others)]
+    return Audited(machine, rounding, other, *digests)
+
+
+AUDITED = Field(
+    "a text, a number, the index of a worker and two digests",
+    lambda value, limits: (
+        isinstance(value, (list, tuple))
+        and len(value) == len(Audited._fields)
+        and isinstance(value[0], str)
+        and isinstance(value[1], float)
+        and type(value[2]) is int
+        and 0 <= value[2] < limits.workers
+        and all(map(_fits_digest, value[3:]))
+    ),
+    _read,
+)
