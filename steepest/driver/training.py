@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client, Outcome, Position
 from steepest.core.engine.step_errors import raise_step_error
-from steepest.core.messages.driver import Difference, Failure, Result, WorkerLost
+from steepest.core.messages.driver import AuditDifference, Failure, Result, WorkerLost
 from steepest.core.messages.message import Peer
 from steepest.core.system import Queue, system
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
@@ -364,7 +364,7 @@ class Training:
             if isinstance(late, Result):
                 done += 1
                 self._hand_on(late, plan, run)
-            elif isinstance(late, Difference):
+            elif isinstance(late, AuditDifference):
                 self._supervisor.hear_difference(replace(late, waits=False))
         while done < self.step:
             done += 1
@@ -496,7 +496,7 @@ class Training:
         if isinstance(outcome, WorkerLost):
             supervisor.hear(outcome)
             return None
-        if isinstance(outcome, Difference):
+        if isinstance(outcome, AuditDifference):
             supervisor.hear_difference(outcome)
             return None
         lost = _loss(outcome, client)
@@ -528,7 +528,7 @@ class Training:
             outcome = client.outcomes.get()
             if isinstance(outcome, Result):
                 self._count(outcome, self.cluster.plan[0])
-            elif isinstance(outcome, Difference):
+            elif isinstance(outcome, AuditDifference):
                 self._supervisor.hear_difference(replace(outcome, waits=False))
 
     def _raise_failure(self, failure: Failure) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-from steepest.core.messages.driver import Difference, WorkerLost
+from steepest.core.messages.driver import AuditDifference, WorkerLost
 from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
@@ -120,7 +120,7 @@ class Observation:
             runtime().wait([cluster.members[peer].watch], NOTICE_SECONDS)
             cluster.deaths.declare(peer, lost.why)
 
-    def hear_difference(self, found: Difference) -> None:
+    def hear_difference(self, found: AuditDifference) -> None:
         """Note that gradients of an audited step differ; give up a worker that is to be replaced for it.
 
         Raises:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 from steepest.core.engine.client import Client
-from steepest.core.messages.driver import Difference, WorkerLost
+from steepest.core.messages.driver import AuditDifference, WorkerLost
 from steepest.core.messages.message import Peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
@@ -234,7 +234,7 @@ class Supervisor:
         self.observation.hear(lost)
         self._looked = 0.0
 
-    def hear_difference(self, found: Difference) -> None:
+    def hear_difference(self, found: AuditDifference) -> None:
         """Take the coordinator's word that gradients of an audited step differ."""
         self.observation.hear_difference(found)
         self._looked = 0.0

@@ -29,7 +29,7 @@ from steepest.core.engine.server import Server
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.engine.topology import HostMap
 from steepest.core.engine.worker import Worker
-from steepest.core.messages.driver import Difference, Failure, Result, WorkerLost
+from steepest.core.messages.driver import AuditDifference, Failure, Result, WorkerLost
 from steepest.core.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.core.models.protocol import Model
 from steepest.core.models.step_size import StepSize
@@ -140,7 +140,7 @@ class InProcessCluster:
                 f"give accumulate={self.job.micro_batches}, as many batches as each replica computes"
             )
         self.left: list[WorkerLost] = []
-        self.differences: list[Difference] = []
+        self.differences: list[AuditDifference] = []
         self.on_left: Callable[[int], None] = self.replace
         self._devices = [torch.device(device)] * devices_per_worker
         replicas = [
@@ -302,7 +302,7 @@ class InProcessCluster:
                 self.left.append(outcome)
                 self.on_left(outcome.worker)
                 continue
-            if isinstance(outcome, Difference):
+            if isinstance(outcome, AuditDifference):
                 self.differences.append(outcome)
                 if outcome.waits and outcome.worker is not None:
                     self.kill(outcome.worker)

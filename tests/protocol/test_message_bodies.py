@@ -85,7 +85,9 @@ SAID: list[Body] = [
     driver.Stopped(1, 5, 9),
     driver.GiveUp(2, 1, "silent"),
     driver.WorkerLost(1, 4, 2, 1, "silent"),
-    driver.Difference(1, 4, 5, [[0, 2], [2, 2]], "not the same result twice", 2, 1, waits=True),
+    driver.AuditDifference(
+        1, 4, 5, [[0, 2], [2, 2]], "not the same result twice", 2, 1, waits=True
+    ),
     driver.ReadCounters(5),
     driver.Counters(1, 5, 4, 2, 4, 0, 1, [[0, 6]], 8, [3], [[0, 0.5]], [[2, 1]]),
     driver.ReadLog(5, 100),

@@ -16,8 +16,8 @@ from steepest.core.engine.optimizer_records import checked_state_size, state_fie
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.driver import (
     AskForSteps,
+    AuditDifference,
     Counters,
-    Difference,
     Failure,
     GiveUp,
     LogPage,
@@ -66,7 +66,7 @@ from steepest.errors import (
 T = TypeVar("T")
 Holders = Sequence[Sequence[int]]
 #: What comes of the steps that a client has asked for, and of the processes that take them.
-Outcome = Result | Failure | WorkerLost | Difference | PeerLostError | ProtocolError
+Outcome = Result | Failure | WorkerLost | AuditDifference | PeerLostError | ProtocolError
 _ASKS = 16  # of which the coordinator may still refuse some
 
 
@@ -362,7 +362,7 @@ class Client:
                     self._move_to(lost)
                     self._tell(lost)
             case Kind.DIFFERENCE:
-                difference = Difference.unpack(message)
+                difference = AuditDifference.unpack(message)
                 place = Position(difference.generation, difference.version)
                 if place > self._differed:
                     self._differed = place

@@ -180,7 +180,7 @@ class WorkerLost(Body):
 
 
 @body(Kind.DIFFERENCE)
-class Difference(Body):
+class AuditDifference(Body):
     """Processes have computed different gradients of the same samples, in an audited step that is not committed yet.
 
     The coordinator sends it to the client when they were computed a second time.

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from steepest.core.messages.driver import (
     AskForSteps,
+    AuditDifference,
     Counters,
-    Difference,
     Failure,
     GiveUp,
     LogPage,
@@ -97,7 +97,7 @@ _TRAINING: Sayings = {
         Revoked,
         Stopped,
         WorkerLost,
-        Difference,
+        AuditDifference,
         LogPage,
     ),
 }

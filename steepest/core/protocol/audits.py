@@ -38,7 +38,7 @@ def other_of(worker: int, workers: int, number: int, attempt: int) -> int:
     return (worker + 1 + (number + attempt) % max(workers - 1, 1)) % workers
 
 
-class _Computed(NamedTuple):
+class _ByWorker(NamedTuple):
     """A gradient of a worker's samples, and who has computed it."""
 
     share: int  # the worker whose samples they are
@@ -46,7 +46,7 @@ class _Computed(NamedTuple):
     audited: Audited
     digest: GradientDigest
 
-    def equals(self, other: _Computed) -> bool:
+    def equals(self, other: _ByWorker) -> bool:
         """Return whether another one of the same samples is the same: to the bit on like machines, else to rounding."""
         one, two = self.digest, other.digest
         if self.audited.machine and self.audited.machine == other.audited.machine:
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
     """What follows from an audit in which gradients differ."""
 
     again: bool  # whether the step is computed once more, to find out who is wrong
-    pairs: tuple[tuple[int, int], ...] = ()  # see `steepest.core.messages.driver.Difference`
+    pairs: tuple[tuple[int, int], ...] = ()  # see `steepest.core.messages.driver.AuditDifference`
     worker: int | None = None
     why: str = ""
 
@@ -95,7 +95,7 @@ class Audits:
     """The audits of a job: compares what workers report of a step before it is committed."""
 
     def __init__(self) -> None:
-        self._first: tuple[int, list[_Computed], Mapping[int, int]] | None = None
+        self._first: tuple[int, list[_ByWorker], Mapping[int, int]] | None = None
         self._told_of_data = False
 
     def judge(self, version: int, reports: Mapping[int, Report]) -> Finding | None:
@@ -126,18 +126,18 @@ class Audits:
         return Finding(False, _named(pairs), *_culprit(found, pairs))
 
 
-def _computed(reports: Mapping[int, Report]) -> Iterator[_Computed]:
+def _computed(reports: Mapping[int, Report]) -> Iterator[_ByWorker]:
     for worker, report in reports.items():
         if (audit := report.audit) is not None:
-            yield _Computed(worker, worker, audit, audit.own)
-            yield _Computed(audit.other, worker, audit, audit.others)
+            yield _ByWorker(worker, worker, audit, audit.own)
+            yield _ByWorker(audit.other, worker, audit, audit.others)
 
 
-def _differing(found: Iterable[_Computed]) -> list[tuple[_Computed, _Computed]]:
+def _differing(found: Iterable[_ByWorker]) -> list[tuple[_ByWorker, _ByWorker]]:
     return [(a, b) for a, b in combinations(found, 2) if a.share == b.share and not a.equals(b)]
 
 
-def _named(pairs: Iterable[tuple[_Computed, _Computed]]) -> tuple[tuple[int, int], ...]:
+def _named(pairs: Iterable[tuple[_ByWorker, _ByWorker]]) -> tuple[tuple[int, int], ...]:
     """Return for each difference the two workers, whose samples they are first."""
     each = {(a.share == b.worker, a, b) for a, b in pairs}
     return tuple(
@@ -146,7 +146,7 @@ def _named(pairs: Iterable[tuple[_Computed, _Computed]]) -> tuple[tuple[int, int
 
 
 def _culprit(
-    found: list[_Computed], pairs: list[tuple[_Computed, _Computed]]
+    found: list[_ByWorker], pairs: list[tuple[_ByWorker, _ByWorker]]
 ) -> tuple[int | None, str]:
     """Return the worker that computes wrongly, None where that is not known, and why."""
     unsteady = {a.worker: a.share for a, b in pairs if a.worker == b.worker}

@@ -507,7 +507,7 @@ class ClosedJob:
         if waits:
             self._held = state.generation
         life = 0 if found.worker is None else reports[found.worker].incarnation
-        difference = driver.Difference(
+        difference = driver.AuditDifference(
             *(state.generation, state.version, state.step + 1, found.pairs, found.why),
             *(found.worker, life, waits),
         )
