@@ -22,6 +22,7 @@ from steepest import (
 )
 from steepest import TorchModel as TableModel
 from steepest.config.run import FailureConfig
+from steepest.core.engine.topology import HostMap
 from steepest.core.messages.message import Kind, Message
 from steepest.core.models.torch import TorchModel
 from steepest.core.protocol.audits import drawn, other_of
@@ -133,6 +134,11 @@ def test_audits_change_no_bit(mode: str, workers: int) -> None:
         {"strategy": ParameterServerStrategy(compression="int8", num_servers=2)},
         {"strategy": ParameterServerStrategy(wire_dtype="bf16", clip_norm=0.1)},
         {"strategy": AllreduceStrategy(compression="topk")},
+        {
+            "strategy": ParameterServerStrategy(wire_dtype="fp16"),
+            "hosts": HostMap((0, 0, 1), (0,)),
+            "workers": 3,
+        },
         {"global_batch_size": 7, "workers": 3},
     ],
     ids=str,

@@ -51,19 +51,16 @@ class Digest:
 class Audit:
     """An audited step on one worker; the other's samples are computed."""
 
-    def __init__(self, other: int, others: Digest, own: Digest, seconds: float) -> None:
+    def __init__(
+        self, about: tuple[str, float, int], others: Digest, own: Digest, seconds: float
+    ) -> None:
         self.own = own  # to which the worker's own gradient is to be added
         self.seconds = seconds  # that it took
-        self._other, self._others = other, others
+        self._about, self._others = about, others
 
-    def result(self, replicas: Replicas) -> Audited:
-        """Return what a report says of it."""
-        layout, reduced = replicas.layout, replicas.models[0].reduced
-        dtypes = {layout.chunks[chunk].dtype for chunk in layout.trainable_chunks}
-        dtypes |= set() if reduced is None else {reduced}
-        rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** (1 / 3)
-        digests = self.own.result(), self._others.result()
-        return Audited(machine(replicas.device), rounding, self._other, *digests)
+    def result(self) -> Audited:
+        """Return what a report says of it, once the worker's own gradient is computed."""
+        return Audited(*self._about, self.own.result(), self._others.result())
 
 
 class Auditor:
@@ -73,10 +70,17 @@ class Auditor:
         share: of the steps that are audited.
         members: number of workers.
         replicas: of the worker.
+        pulled: the dtype in which weights come from other hosts, which have others then; None for their own.
     """
 
-    def __init__(self, share: float, members: int, replicas: Replicas) -> None:
+    def __init__(
+        self, share: float, members: int, replicas: Replicas, pulled: torch.dtype | None = None
+    ) -> None:
         self._share, self._members, self._replicas = share, members, replicas
+        layout, self._is_exact = replicas.layout, pulled is None
+        dtypes = {layout.chunks[chunk].dtype for chunk in layout.trainable_chunks}
+        dtypes |= {each for each in (replicas.models[0].reduced, pulled) if each is not None}
+        self._rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** (1 / 3)
         # the last audited step, what replicas had of their own before it, and how often it was computed again
         self._before: tuple[int, list[Tensors], int] = (-1, [], 0)
 
@@ -113,7 +117,8 @@ class Auditor:
             )
         finally:
             replicas.load_states(states)
-        return Audit(other, others, own, seconds)
+        alike = machine(replicas.device) if self._is_exact else ""
+        return Audit((alike, self._rounding, other), others, own, seconds)
 
 
 def machine(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from steepest.core.engine.auditing import Auditor
 from steepest.core.engine.client import Client
 from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.engine.exchange import Exchange
@@ -256,6 +257,9 @@ def host_worker(
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
     pump = router.pump_both_ways if job.strategy.in_workers and job.needs_all else router.pump
+    pulled, auditor = job.wire_formats[1], None
+    if job.audit:
+        auditor = Auditor(job.audit, job.num_workers, replicas, pulled)
     worker = Worker(
         index,
         replicas,
@@ -271,7 +275,7 @@ def host_worker(
             receive=wait or router.wait,
             poll=partial(router.wait, 0.0) if wait is None else None,
         ),
-        audit=job.audit,
+        auditor=auditor,
     )
     replicas.use_plan(job.plan(), job.seed)
     host_role(router, job, peer, worker)

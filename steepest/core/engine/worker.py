@@ -67,7 +67,7 @@ class Worker:
         members: number of workers, each of which has one share of a step that is granted.
         incarnation: number of this life of the worker, from 0.
         between: has the process' router move bytes during a step.
-        audit: the share of the steps in which it computes another worker's samples, too.
+        auditor: computes another worker's samples, too, in some steps; None in none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Worker:
         members: int = 1,
         incarnation: int = 0,
         between: BetweenTurns,
-        audit: float = 0.0,
+        auditor: Auditor | None = None,
     ) -> None:
         self.version = -1  # of the weights that are here whole; -1 for none
         self.generation = 0  # the newest one that the worker has begun
@@ -93,7 +93,7 @@ class Worker:
         self._members = members
         self._incarnation = incarnation
         self._between = between
-        self._auditor = Auditor(audit, members, replicas) if audit else None
+        self._auditor = auditor
         # `_is_ahead`: whether `_go_ahead` is to be called
         self._stepping = self._stopped = self._paused = self._is_ahead = False
         self._deferred: list[tuple[Peer, Message]] = []  # messages that came amid the present step
@@ -660,7 +660,7 @@ class Worker:
             self._replicas.take_back = self._replicas.watch = None
             audited = None
             if audit is not None:
-                audited, result.timings["audit"] = audit.result(self._replicas), audit.seconds
+                audited, result.timings["audit"] = audit.result(), audit.seconds
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waits.seconds, 0.0)
             more = self._exchange.logged()
