@@ -24,7 +24,8 @@ class StepResult:
         samples: number of samples in the step.
         staleness: for each contribution, updates committed between its pull and its application.
         timings: seconds, means over workers: "data" (loading its batches), "compute", "wait" (for the weights
-            before it, less what of that time was spent on loading).
+            before it, less what of that time was spent on loading), in audited steps "audit" (for another worker's
+            samples).
         gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where
             a step is several updates, the mean of their norms. None where it is not known: with backup
             workers.

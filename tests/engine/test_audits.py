@@ -164,7 +164,7 @@ def test_a_worker_without_samples_is_audited() -> None:
 def test_one_bit_flipped_once_is_named_and_mended(mode: str, workers: int, number: int) -> None:
     """Odd numbers are those of another worker's samples, even ones of its own."""
     settings: Any = {"workers": workers, "strategy": MODES[mode], "audit": 1.0, "steps": 3}
-    _, weights = trained(**settings)
+    plain, weights = trained(**settings)
     wrong = workers - 1
     audited, mended = trained(create=creator(Flips(wrong, {number})), **settings)
     (found,) = audited.differences
@@ -172,6 +172,7 @@ def test_one_bit_flipped_once_is_named_and_mended(mode: str, workers: int, numbe
     assert wrong in found.pairs[0]
     assert not found.waits
     assert same_bits(weights, mended)
+    assert all(map(same_bits, states(plain), states(audited)))
 
 
 def test_a_worker_that_always_computes_wrongly_is_named_by_a_third() -> None:
@@ -230,6 +231,26 @@ def test_samples_that_are_read_differently_are_told_once() -> None:
     (found,) = audited.differences
     assert found.worker is None
     assert "they have read other samples" in found.why
+
+
+@pytest.mark.parametrize("mode", TOGETHER)
+def test_a_state_that_is_set_is_that_of_the_next_step(mode: str) -> None:
+    """The job goes back to the version of the last audited step, with other buffers."""
+    found = []
+    for audit in (0.0, 1.0):
+        cluster, _ = trained(4, workers=2, strategy=MODES[mode], audit=audit)
+        before = cluster.snapshot("state")
+        cluster.step(1)
+        for worker in cluster.workers:
+            for model in worker._replicas.models:
+                model.load_state({"norm.running_mean": torch.full((4,), 7.0)})
+        state = before.weights, before.records, before.state
+        cluster.wait(cluster.client.install(before.version, *state), "the installation")
+        cluster.step(1)
+        found.append((cluster.weights(), states(cluster)))
+    (weights, one), (same, other) = found
+    assert same_bits(weights, same)
+    assert all(map(same_bits, one, other))
 
 
 @pytest.mark.parametrize("forward", [1, 2])

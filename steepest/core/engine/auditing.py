@@ -84,6 +84,10 @@ class Auditor:
         # the last audited step, what replicas had of their own before it, and how often it was computed again
         self._before: tuple[int, list[Tensors], int] = (-1, [], 0)
 
+    def forget(self) -> None:
+        """Note that the last step is decided on, or that replicas have another state: it is not computed again."""
+        self._before = -1, [], 0
+
     def begin(self, version: int, arrive: Arrive) -> Audit | None:
         """Compute another worker's samples of a step, if it is audited; None if not.
 

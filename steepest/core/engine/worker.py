@@ -271,6 +271,8 @@ class Worker:
 
     def _note_decision(self, skipped: bool) -> None:
         """Have those know of it that keep something of the last push: whether it was left out of new weights."""
+        if self._auditor is not None:
+            self._auditor.forget()
         if skipped:
             self._exchange.left_out()
             self._replicas.left_out()
@@ -287,6 +289,8 @@ class Worker:
         self._lease = self._begun = None
         self._ahead = range(0)
         self._exchange.begin_generation()
+        if begun.install and self._auditor is not None:
+            self._auditor.forget()
         if not begun.again:  # weights may be others, or what the models do
             self._computed = None
         if begun.reload:

@@ -139,10 +139,10 @@ def _differing(found: Iterable[_ByWorker]) -> list[tuple[_ByWorker, _ByWorker]]:
 
 def _named(pairs: Iterable[tuple[_ByWorker, _ByWorker]]) -> tuple[tuple[int, int], ...]:
     """Return for each difference the two workers, whose samples they are first."""
-    each = {(a.share == b.worker, a, b) for a, b in pairs}
-    return tuple(
-        sorted({(b.worker, a.worker) if turned else (a.worker, b.worker) for turned, a, b in each})
+    named = (
+        (b.worker, a.worker) if a.share == b.worker else (a.worker, b.worker) for a, b in pairs
     )
+    return tuple(sorted(set(named)))
 
 
 def _culprit(
