@@ -119,7 +119,7 @@ def test_processes_name_the_one_that_was_wrong_and_train_as_without_it() -> None
             results = [sgd.step() for _ in range(4)]
             assert ("audit" in results[-1].timings) == (audit > 0)
             found.append((sgd.weights(), [e.kind for e in sgd.stats().events]))
-            lines = [event.line for event in sgd.stats().events]
+            lines = [row["line"] for row in sgd.history.events]
     assert [events for _, events in found] == [[], ["difference"]]
     assert lines[0].startswith("audit of step 2: ")
     assert "worker 1 computes wrongly: it did not get the same result twice" in lines[0]

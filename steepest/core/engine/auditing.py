@@ -132,7 +132,8 @@ def machine(device: torch.device) -> str:
         return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     if not torch.are_deterministic_algorithms_enabled():
         return ""
-    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"
 
 
 @cache
