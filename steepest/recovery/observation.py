@@ -143,7 +143,11 @@ class Observation:
             f"audit of step {found.step}: gradients of the same samples differ on {names}; {wrong}",
         )
         member = None if who is None else cluster.members.get(who)
-        if not found.waits or who is None or member is None or member.life != found.life:
+        if not found.waits or who is None or member is None:
+            return
+        if (
+            self.is_plain(who) and member.life != found.life
+        ):  # others live as long as the coordinator's job
             return
         why = f"the audit of step {found.step} has found that it computes wrongly"
         if not self.can_replace(who):

@@ -208,6 +208,16 @@ def test_a_worker_that_computes_wrongly_is_replaced_before_the_step_is_committed
     assert same_bits(weights, cluster.weights())
 
 
+def test_what_holds_a_step_up_is_told_where_no_worker_is_replaced() -> None:
+    class Idle(InProcessCluster):
+        def kill(self, worker: int) -> None:
+            pass
+
+    cluster = Idle(creator(Flips(1)), num_workers=3, seed=SEED, audit=1.0, audit_replaces=True)
+    (failure,) = cluster.step(1)
+    assert (failure.reason, failure.awaited) == ("deadline", ["worker 1"])
+
+
 def test_a_model_that_does_not_repeat_its_results_is_not_held_against_a_worker() -> None:
     generator = random.Random(1)
 

@@ -72,9 +72,8 @@ class ClosedJob:
         self._step_timeout = step_timeout
         self._replaces, self._reloads = replaces, reloads
         self._audits, self._replaces_wrong = audits, replaces_wrong
-        self._held = (
-            -1
-        )  # the generation in which a worker is to be replaced before anything is committed
+        # a generation in which nothing is committed before a worker is replaced, and that worker
+        self._held: tuple[int, int | None] = (-1, None)
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
         self._begun = False  # whether all workers have been joined at the same time
         self._client: Peer | None = None  # which asked for something last
@@ -167,7 +166,9 @@ class ClosedJob:
 
     def _awaited(self, overdue: Sequence[int] = ()) -> list[Peer]:
         """Return the workers or servers that the open step waits for; if shares are overdue, their workers."""
-        state = self.state
+        state, (held, wrong) = self.state, self._held
+        if held == state.generation and wrong is not None:
+            return [worker_peer(wrong)]
         absent = state.members - self.joined
         busy = state.leases.awaited if state.leases_samples else state.members
         return state.staging.awaited(overdue or sorted(absent or busy))
@@ -494,7 +495,7 @@ class ClosedJob:
         state = self.state
         if self._audits is None or not isinstance(state.staging, StagedTogether):
             return [], True
-        if self._held == state.generation:
+        if self._held[0] == state.generation:
             return [], False
         reports = state.staging.reports()
         found = self._audits.judge(state.version, reports)
@@ -505,7 +506,7 @@ class ClosedJob:
             return begun + self._go_on(), False
         waits = self._replaces_wrong and found.worker is not None and self._client is not None
         if waits:
-            self._held = state.generation
+            self._held = state.generation, found.worker
         life = 0 if found.worker is None else reports[found.worker].incarnation
         difference = driver.AuditDifference(
             *(state.generation, state.version, state.step + 1, found.pairs, found.why),
