@@ -276,6 +276,19 @@ def with_token_weights(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+def by_tokens(parts: Parts, epochs: int) -> None:
+    """Means over tokens, of which samples have different numbers, of two batches for each step."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader, 1):
+            tokens = 1 + (y[:, :1] > 0).double()
+            steepest.weight(tokens.sum().item())
+            errors = (parts.model(x) - y).square() * tokens
+            (errors.sum() / tokens.sum()).backward()
+            if number % 2 == 0 or number == len(parts.loader):
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
 def by_both(parts: Parts, epochs: int) -> None:
     """A scheduler that is stepped after each step, and once more at the end of an epoch."""
     (scheduler,) = parts.schedulers
@@ -480,6 +493,7 @@ ALIKE = {
     "closures": Script(with_closures, optimizer=sgd(momentum=0.9)),
     "a gradient penalty": Script(penalised),
     "token weights": Script(with_token_weights),
+    "token weights, added up": Script(by_tokens, optimizer=sgd(momentum=0.9)),
     "sums": Script(adding_up, optimizer=sgd(lr=0.02, momentum=0.9), reduction="sum"),
     "sums, several steps for a batch": Script(
         adding_up_often, optimizer=sgd(lr=0.02), reduction="sum"

@@ -180,6 +180,14 @@ class JobSignature:
                     "it was, or give the checkpoint's weights alone to set_weights()"
                 )
         if data != "new" and (theirs := saved.about["samples"]) != self.samples:
+            if LOOP_STATE in self.buffers and None in (theirs, self.samples):
+                kinds = "all workers go through the same batches", "each worker has samples of its own"
+                there, here = kinds if theirs is None else kinds[::-1]
+                raise CheckpointError(
+                    f"it is of a strategy under which {there}, and under this job's {here}: give the strategy with "
+                    "which it was written, or begin with its weights, by model.load_state_dict() before "
+                    "steepest.prepare(), and other checkpoints"
+                )
             raise CheckpointError(
                 f"it has samples {theirs}, this job has {self.samples}: give the data with which it "
                 "was written, or go on with others by restore(path, data='new') or "

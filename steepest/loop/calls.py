@@ -27,7 +27,7 @@ from steepest.loop.prepared import Prepared
 from steepest.loop.streamed import StreamCursor
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
-from steepest.loop.user_loop import UserLoop, calling, current
+from steepest.loop.user_loop import UserLoop, calling, current, seen_from
 from steepest.validation import require_choice, require_count
 
 _ORDER = (
@@ -457,6 +457,6 @@ def size() -> int:
 
 
 def _of(name: str, alone: int) -> int:
-    loop = calling(name)
+    loop = seen_from(name)
     found: int = alone if loop is None else getattr(loop, name)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -201,6 +202,15 @@ class Gatherer:
             return found
 
         return joined(value, parts, self.order, loop.rank, follow)
+
+    def total(self, number: float) -> float:
+        """Return the sum over all workers of a number, for which each of them asks at the same place."""
+        loop = self._loop
+        if loop.stands_in or loop.passes_by:
+            return number
+        self.among_batches = True
+        parts = self._ask(self._place(), pack({"leaves": [torch.tensor(number).double()]}))
+        return math.fsum(float(unpack(part)["leaves"][0]) for part in parts)
 
     def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""

@@ -31,12 +31,12 @@ class Losses:
 
     Attributes:
         found: those of the last step, or of the step in progress.
-        scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`.
+        scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`; None: the loop has yet to say.
     """
 
     def __init__(self, loop: UserLoop) -> None:
         self.found: list[torch.Tensor] = []
-        self.scale = 1.0
+        self.scale: float | None = 1.0
         self._loop = loop
         self._has_looked = False
 
@@ -96,6 +96,11 @@ def _backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: 
                     f"backward() was called on a loss of shape {tuple(loss.shape)}: give one number, the mean of the "
                     "batch, such as by loss.mean() or without reduction='none'"
                 )
+        if losses.scale is None:
+            raise ConfigurationError(
+                "backward() without steepest.weight() in a batch whose gradients are added to those of batches that "
+                "had it: call it in each batch of the sum, before backward(), or in none"
+            )
         if losses.scale != 1.0:
             grad_tensors = _scaled(tensors, grad_tensors, losses.scale)
     return _torchs_backward(tensors, grad_tensors, *arguments, **named)

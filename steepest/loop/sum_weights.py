@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from steepest.errors import ConfigurationError
@@ -13,18 +13,22 @@ class SumWeights:
 
     A worker's part of an update weighs as much as the batches of which it is made. So the mean over the workers is that
     of one process where each worker has the same share of each batch. Where a batch is of another size than the first
-    one, shares differ: then all workers' parts weigh the same, and each backward pass is multiplied by the share of its
-    batch (`scale`), those before too (`rescale`).
+    one, or the loop says what batches weigh, shares differ: then all workers' parts weigh the same, and each backward
+    pass is multiplied by the share of its batch (`scale`), those before too (`rescale`).
+
+    Args:
+        total: gathers what a batch weighs on each worker, and returns the sum.
 
     Attributes:
-        scale: by which backward passes of the present batch are multiplied.
+        scale: by which backward passes of the present batch are multiplied; None until the loop says what it weighs.
         rescale: by which gradients of the batches before are to be multiplied now; None for none.
         by_pass: whether backward passes are multiplied by shares, and all workers' parts weigh the same.
         has_ended: whether a step was taken of the sum, so that the next batch begins another one.
     """
 
-    def __init__(self) -> None:
-        self.scale = 1.0
+    def __init__(self, total: Callable[[float], float]) -> None:
+        self._total = total
+        self.scale: float | None = 1.0
         self.rescale: float | None = None
         self.by_pass, self.has_ended = False, True
         self._before = self._present = 0.0  # weights of the batches before, and of the present one
@@ -33,15 +37,13 @@ class SumWeights:
         self._is_said = False  # whether the loop has said what a batch of the sum weighs
 
     def state(self) -> list[Any]:
-        """Return all as plain values, for a worker that goes on from here."""
-        now = self.by_pass, self._before, self._present, self._first, self._is_said
-        return [*now, self.has_ended]
+        """Return what is the same on all workers, as plain values, for one that goes on from here."""
+        return [self.by_pass, self._is_said, self.has_ended, self._first[2]]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Set what `state` returned."""
-        self.by_pass, self._before, self._present, first, self._is_said, self.has_ended = state
-        samples, size, whole = first
-        self._first = samples, size, whole
+        """Set what `state` returned; what batches weigh on this worker is what it has seen of them."""
+        self.by_pass, self._is_said, self.has_ended, whole = state
+        self._first = *self._first[:2], whole
 
     def begin(
         self,
@@ -68,6 +70,11 @@ class SumWeights:
             self.scale, self.by_pass, self._is_said, self.has_ended = 1.0, False, False, False
             self._before, self._present, self._first = 0.0, samples, self._last
             return
+        if self._is_said and size > 1:
+            if not self.by_pass:
+                self.by_pass, self.rescale = True, self._said_share(self._present, size)
+            self.scale = None
+            return
         # A batch that was passed over weighs nothing. Where shares are alike that is the same to all, and one that a
         # worker alone has passed over, for want of anything to learn, counts.
         if learned or (self._first[2] and not self._is_said):
@@ -80,18 +87,36 @@ class SumWeights:
         if self.by_pass:
             self.scale = _share(*self._last, sums=sums)
 
-    def say(self, weight: float) -> None:
+    def say(self, weight: float, *, passed: bool) -> None:
         """Set what the present batch weighs.
 
+        Args:
+            weight: on this worker.
+            passed: whether the batch has had a backward pass.
+
         Raises:
-            ConfigurationError: batches before have no such weight, and are of another size.
+            ConfigurationError: batches before have no such weight, and are of another size; or the batch has had a
+                backward pass, whose gradient is added to others.
         """
+        if self.by_pass and self._is_said:
+            if passed:
+                raise ConfigurationError(
+                    "steepest.weight() behind backward(), whose gradient is added to those of batches before by what "
+                    "it weighs: call it before backward()"
+                )
+            self.scale = self._said_share(weight, self._last[1])
+            return
         if self.by_pass:
             raise ConfigurationError(
                 "steepest.weight() in a batch whose gradients are added to those of batches of another size, of which "
                 "the loop did not say what they weigh: call it in each batch of the sum, or in none"
             )
         self._is_said, self._present = True, weight
+
+    def _said_share(self, weight: float, size: int) -> float:
+        """Return by what a backward pass is multiplied of a batch that weighs so much on this of `size` workers."""
+        whole = self._total(weight)
+        return weight * size / whole if whole else 0.0
 
     def step(self) -> None:
         """Note that a step is taken: the next one has gradients of the present batch, as far as is known."""

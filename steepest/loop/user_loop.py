@@ -127,7 +127,7 @@ class UserLoop:
         self.settings: ScriptSettings | None = None
         self.resumed = ""
         self.held = HeldGradients()
-        self.weights = SumWeights()
+        self.weights = SumWeights(self.gatherer.total)
         self._passes = 0  # backward passes since the last step, when the present batch began
         self._seen = 0, 0  # samples of the batches of the next step, on this worker and on all
         self._enters = True  # whether no batch was taken yet
@@ -719,9 +719,10 @@ class UserLoop:
             before = self._weight_of(self.cursor) if self.cursor.samples is not None else 0.0
             if self.own_weight is not None:
                 before = self.own_weight
-            self.own_weight = checked_weight(weight)
-            self.weights.say(self.own_weight)
-            self.weight = self.weights.weight
+            # a batch of none of the worker's samples is there to be looked at
+            self.own_weight = checked_weight(weight) if self.has_samples else 0.0
+            self.weights.say(self.own_weight, passed=len(self.losses.found) > self._passes)
+            self.weight, self.losses.scale = self.weights.weight, self.weights.scale
             self.calls.count(self.own_weight - before)
             return
         if self.taken is None:
@@ -803,7 +804,11 @@ class UserLoop:
     def load_ahead(self) -> None:
         """Load the batch behind that whose step the function awaits."""
         if self.cursor is not None and self.job.asked is Ask.COMMIT and self.arriving is None:
-            self.cursor.load_ahead(self.job.rank, self.job.size, self._seed_for_loading)
+            _local.loads_for = self
+            try:
+                self.cursor.load_ahead(self.job.rank, self.job.size, self._seed_for_loading)
+            finally:
+                _local.loads_for = None
 
     def _seed_for_loading(self, number: int) -> None:
         """Seed all generators for loading a batch, which may be done before its turn."""
@@ -920,6 +925,12 @@ def calling(name: str) -> UserLoop | None:
                 "it in the function itself, and hand to threads, data sets and hooks what it returns"
             )
     return loop
+
+
+def seen_from(name: str) -> UserLoop | None:
+    """Return the loop whose rank or size is asked for, as `calling`, also by a data set of which it loads ahead."""
+    loop: UserLoop | None = getattr(_local, "loads_for", None)
+    return calling(name) if loop is None else loop
 
 
 @contextlib.contextmanager

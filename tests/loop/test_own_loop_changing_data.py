@@ -250,3 +250,33 @@ def test_processes_of_a_loader_stay_where_it_says_so(persistent: bool) -> None:
     source, share = DatasetSource(loader.dataset, loader), torch.arange(2).numpy()
     found = {int(each[0]) for _ in range(3) for each in source.open([share, share])}
     assert len(found) == (1 if persistent else 3)
+
+
+class Ranked(Dataset[Any]):
+    """Samples that say which worker has read them."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[float, int, int]:
+        return float(index), steepest.rank(), steepest.size()
+
+
+def test_a_data_set_knows_the_worker_that_reads_it_ahead() -> None:
+    found = list[tuple[int, int, int]]()
+
+    def train() -> None:
+        model = nn.Linear(1, 1)
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Ranked(), 2)
+        model, optimizer, loader = steepest.prepare(model, optimizer, loader)
+        for _ in steepest.epochs(2):
+            for x, ranks, sizes in loader:
+                pause(1e-3)
+                found.extend((steepest.rank(), *each) for each in zip(ranks, sizes, strict=True))
+                optimizer.zero_grad()
+                model(x.float()[:, None]).square().mean().backward()
+                optimizer.step()
+
+    run(train, 2)
+    assert len(found) == 2 * SAMPLES
+    assert {(mine, int(rank), int(size)) for mine, rank, size in found} == {(0, 0, 2), (1, 1, 2)}

@@ -316,5 +316,5 @@ def test_a_run_of_the_other_kind_is_not_gone_on_with(
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
     with pytest.raises(InterruptedRunError):
         run(ADAM, 2, before, checkpoints=checkpoints, callbacks=[Interrupts(2)])
-    with pytest.raises(CheckpointError, match="is not of this job"):
+    with pytest.raises(CheckpointError, match="give the strategy with which it was written"):
         run(ADAM, 2, after, checkpoints=checkpoints)

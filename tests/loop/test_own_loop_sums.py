@@ -10,8 +10,8 @@ from torch import nn
 
 import steepest
 from steepest.errors import ModelRaisedError
-from tests.own_loop_runs import run
-from tests.own_loops import Parts, Script, adding_up, adding_up_often
+from tests.own_loop_runs import run, without
+from tests.own_loops import Parts, Script, adding_up, adding_up_often, by_tokens
 from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
 
@@ -74,10 +74,29 @@ def of_all(parts: Parts, epochs: int) -> None:
                 parts.optimizer.zero_grad()
 
 
+def by_tokens_of_each(parts: Parts, epochs: int) -> None:
+    """Means over tokens, a step for each batch."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            tokens = 1 + (y[:, :1] > 0).double()
+            steepest.weight(tokens.sum().item())
+            parts.optimizer.zero_grad()
+            errors = (parts.model(x) - y).square() * tokens
+            (errors.sum() / tokens.sum()).backward()
+            parts.optimizer.step()
+
+
 LOOPS: dict[str, Any] = {
     **{
         each.__name__: (each, "mean")
-        for each in (to_the_end, behind_the_epoch, over_the_end, of_all)
+        for each in (
+            to_the_end,
+            behind_the_epoch,
+            over_the_end,
+            of_all,
+            by_tokens,
+            by_tokens_of_each,
+        )
     },
     **{each.__name__: (each, "sum") for each in (adding_up, adding_up_often)},
 }
@@ -115,3 +134,53 @@ def test_weights_of_some_batches_of_a_sum_alone_are_refused() -> None:
 
     with pytest.raises(ModelRaisedError, match="call it in each batch of the sum, or in none"):
         run(Script(loop, data=samples(13)), 2)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("step", range(1, 10))
+def test_a_successor_weighs_the_batches_of_a_sum_as_the_others_do(step: int, victim: int) -> None:
+    script = Script(by_tokens, optimizer=sgd(momentum=0.9), data=samples(13))
+    found = without(script, 3, victim, step)
+    assert difference(found.weights, script.alone(3)) < 1e-12
+
+
+def weighing_late(model: nn.Module, batch: Any, number: int) -> None:
+    """Says what each batch weighs, behind its backward pass."""
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    steepest.weight(2.0)
+
+
+def weighing_again(model: nn.Module, batch: Any, number: int) -> None:
+    """Says what each batch weighs, and something else behind its backward pass."""
+    steepest.weight(2.0)
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    steepest.weight(3.0)
+
+
+def weighing_once(model: nn.Module, batch: Any, number: int) -> None:
+    """Says what the first batch of each sum weighs."""
+    if number % 2:
+        steepest.weight(2.0)
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+
+
+@pytest.mark.parametrize(
+    ("weighing", "words"),
+    [
+        (weighing_late, r"without steepest\.weight\(\)"),
+        (weighing_again, r"call it before backward"),
+        (weighing_once, r"without steepest\.weight\(\)"),
+    ],
+)
+def test_weights_of_a_sum_are_said_before_each_backward_pass(weighing: Any, words: str) -> None:
+    def loop(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for number, batch in enumerate(parts.loader, 1):
+                weighing(parts.model, batch, number)
+                if number % 2 == 0:
+                    parts.optimizer.step()
+                    parts.optimizer.zero_grad()
+
+    with pytest.raises(ModelRaisedError, match=words):
+        run(Script(loop, data=samples(16)), 2)
