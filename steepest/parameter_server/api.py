@@ -101,7 +101,7 @@ class ParameterServer:
 
     Example:
         >>> server = ParameterServer(np.zeros(1000), num_servers=2)          # doctest: +SKIP
-        >>> @ray.remote
+        >>> @ray.remote                                                     # doctest: +SKIP
         ... def work(server):
         ...     for _ in range(10):
         ...         weights = server.pull()

@@ -18,6 +18,7 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
 from tests.modes import (
     EACH,
+    GROUPED,
     MODES,
     check,
     counters,
@@ -499,7 +500,7 @@ def schedule(rng: random.Random, name: str) -> Faults:
             ),
             Fault.raises("worker", worker, step=step, at=rng.choice(COMPUTING), life=life or 0),
         ]
-        if name not in ("allreduce", "replicated"):  # in which nobody is replaced
+        if name not in ("allreduce", "replicated", *GROUPED):  # in which nobody is replaced
             faults += [Fault.kill("worker", worker, step=step, at=at, life=life or 0)] * 3
         found.append(rng.choice(faults))
     return found

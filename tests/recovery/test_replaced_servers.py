@@ -113,13 +113,16 @@ def test_without_copies_all_go_on_from_the_last_snapshot(
         trainer.fit(steps=5, progress=False)
         victim = server_pid(trainer, 0) if strategy == "ps" else pids(trainer)[1]
         with caplog.at_level(logging.WARNING, "steepest"):
-            assert trainer.fit(steps=60, callbacks=[Kill(40, [victim])], progress=False).step == 65
+            step = trainer.fit(steps=60, callbacks=[Kill(40, [victim])], progress=False).step
+            assert step == 65
+            while not trainer.stats().events:  # callbacks hear of a step later than it is taken
+                step = trainer.step().step
         (line,) = [
             record.getMessage() for record in caplog.records if "took over" in record.getMessage()
         ]
         assert "made again" in line or "no update and no sample is lost" in line
-        assert difference(trainer.weights(), TASK.train(2, 65)) < 1e-12
-        assert trainer.stats().step == 65
+        assert difference(trainer.weights(), TASK.train(2, step)) < 1e-12
+        assert trainer.stats().step == step
 
 
 @pytest.mark.parametrize("server", mostly_full([0, 1], 0))
