@@ -197,6 +197,20 @@ def several_passes(parts: Parts, epochs: int) -> None:
                 parts.optimizer.step()
 
 
+def several_steps(parts: Parts, epochs: int) -> None:
+    """One step, two or three for a batch, whose samples weigh as their tokens."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            tokens = 1 + (y[:, :1] > 0).double()
+            steepest.weight(tokens.sum().item())
+            for _ in range(1 + number % 3):
+                parts.optimizer.zero_grad()
+                errors = (parts.model(x) - y).square() * tokens
+                (errors.sum() / tokens.sum()).backward()
+                pause(1e-3)
+                parts.optimizer.step()
+
+
 def by_epoch(parts: Parts, epochs: int) -> None:
     """A scheduler that is stepped at the end of each epoch."""
     for _ in steepest.epochs(epochs):
@@ -500,5 +514,6 @@ ALIKE = {
     ),
     "the order of the data set": Script(plain, optimizer=sgd(momentum=0.9), shuffles=False),
     "several steps for a batch": Script(several_passes, optimizer=sgd(momentum=0.9)),
+    "several steps, of tokens": Script(several_steps, optimizer=sgd(momentum=0.9)),
     "several steps in order": Script(several_passes, shuffles=False),
 }
