@@ -181,7 +181,10 @@ class JobSignature:
                 )
         if data != "new" and (theirs := saved.about["samples"]) != self.samples:
             if LOOP_STATE in self.buffers and None in (theirs, self.samples):
-                kinds = "all workers go through the same batches", "each worker has samples of its own"
+                kinds = (
+                    "all workers go through the same batches",
+                    "each worker has samples of its own",
+                )
                 there, here = kinds if theirs is None else kinds[::-1]
                 raise CheckpointError(
                     f"it is of a strategy under which {there}, and under this job's {here}: give the strategy with "

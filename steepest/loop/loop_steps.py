@@ -225,6 +225,8 @@ class LoopSteps:
         if not self._has_trained:
             self._look_for_gradients(prepared)
         loop.begin_step()
+        if loop.losses.are_parts:
+            loop.losses.check_each()
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         prepared.model.hyper, self.changed = changed if any(changed) else None, changed
         self.stepping = self._stepped_by[index] if stepping is None else stepping

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.core.models.losses import OURS, PERHAPS, SUMMED, summed_by
+from steepest.core.models.losses import OURS, PERHAPS, SUMMED, factor_of, summed_by
 from steepest.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _torchs_backward: Any = torch.autograd.backward  # `Tensor.backward` calls it, too
 _DO = "give steepest.prepare(..., reduction='sum'), or take the mean"
+_ROUNDING = 1e-3  # of a number by which losses are divided
+_FEW = 3  # samples of a batch from which on as many backward passes are one for each
 _OUTSIDE = -1  # of any backward pass
 
 
@@ -31,6 +33,7 @@ class Losses:
 
     Attributes:
         found: those of the last step, or of the step in progress.
+        are_parts: whether losses may be of single samples: until a step has shown what they are.
         scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`; None: the loop has yet to say.
     """
 
@@ -39,6 +42,9 @@ class Losses:
         self.scale: float | None = 1.0
         self._loop = loop
         self._has_looked = False
+        self.are_parts = True
+        # by what number all losses since the last step were multiplied last; 0 if by none, or by several
+        self._factor = 0.0
 
     def add(self, loss: torch.Tensor) -> None:
         """Take the loss of a backward pass; ConfigurationError: it adds up samples, and is to be their mean.
@@ -53,7 +59,25 @@ class Losses:
                     raise ConfigurationError(SUMMED.format(name, _DO))
                 if not self._loop.rank:
                     warnings.warn(SUMMED.format(name, _DO) + PERHAPS, stacklevel=line_of_user())
+        if self.are_parts and loss.grad_fn is not None:
+            factor = factor_of(loss.grad_fn, loss.grad_fn.name())
+            self._factor = factor if not self.found or factor == self._factor else 0.0
         self.found.append(loss.detach())
+
+    def check_each(self) -> None:
+        """Warn, at a step, of losses of single samples that are divided by another number than the batch has here."""
+        samples = self._loop.averaged
+        if not samples:
+            return
+        self.are_parts = False
+        of_each = len(self.found) == samples == self._loop.samples and samples >= _FEW
+        if self._factor and of_each and abs(1 / self._factor - samples) > _ROUNDING * samples:
+            warnings.warn(
+                f"worker {self._loop.rank}: backward() was called for each of the {samples} samples of a batch, with "
+                f"losses divided by {1 / self._factor:g}: where they are to be the mean of the batch, divide by what "
+                "it has on this worker, such as len(x)",
+                stacklevel=line_of_user(),
+            )
 
 
 def line_of_user() -> int:

@@ -142,6 +142,30 @@ def test_a_sum_by_hand_is_told_once_where_it_is_taken_for_a_mean(
         assert each.filename == __file__
 
 
+def sample_by_sample(parts: Parts, epochs: int, divided_by: int | None = None) -> None:
+    """A backward pass for each sample, of a part of its loss."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            for each, right in zip(x, y, strict=True):
+                loss = nn.functional.mse_loss(parts.model(each), right)
+                (loss / (divided_by or len(x))).backward()
+            parts.optimizer.step()
+
+
+@pytest.mark.parametrize(("divided_by", "told"), [(None, False), (8, True), (4, False)])
+def test_losses_of_samples_divided_by_another_number_are_told(
+    divided_by: int | None, told: bool
+) -> None:
+    script = Script(partial(sample_by_sample, divided_by=divided_by), data=samples(16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(script, 2, global_batch_size=8)
+    texts = [str(each.message) for each in caught if "for each of the" in str(each.message)]
+    assert bool(texts) == told
+    assert all("4 samples of a batch, with losses divided by 8" in each for each in texts)
+
+
 def test_a_sum_by_hand_that_is_said_to_be_one_equals_one_process() -> None:
     script = Script(by_itself, optimizer=sgd(lr=0.01), reduction="sum")
     with warnings.catch_warnings():

@@ -332,6 +332,13 @@ SUMS: dict[str, tuple[Any, str | None]] = {
     "and more": (lambda o, t: summed(o, t) - 0.5 * o.mean(), "refused: MseLoss"),
     "classes": (lambda o, t: F.cross_entropy(o, t.argmax(1), reduction="sum"), "refused: NllLoss"),
     "by hand": (lambda o, t: ((o - t) ** 2).sum(), "told: sum()"),
+    "a half, and a penalty": (
+        lambda o, t: 0.5 * summed(o, t) + 1e-3 * o.square().sum(),
+        "told: MseLoss",
+    ),
+    "doubled by hand": (lambda o, t: ((o - t) ** 2).sum() * 2, "told: sum()"),
+    "a mean, doubled": (lambda o, t: 2 * F.mse_loss(o, t), None),
+    "times a part": (lambda o, t: summed(o, t) * (1 / len(t)), None),
     "divided": (lambda o, t: summed(o, t) / len(t), None),
     "with a weight": (lambda o, t: (summed(o, t), 1.0), None),
     "a mean of sums": (lambda o, t: ((o - t) ** 2).sum(1).mean(), None),

@@ -209,6 +209,7 @@ SUMMED = (
 )
 #: what is added where it is not sure that samples are added up
 PERHAPS = ", if its rows are samples"
+_NO_MEAN = 0.5  # a factor from which on a sum of three or more is taken for no mean
 _SUM = 2  # what torch's loss functions save for reduction="sum"
 #: nodes that leave it open how their result depends on the number of samples
 _TRANSPARENT = (
@@ -223,25 +224,37 @@ def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
 
     It is for torch's loss functions, not for a `sum()`, which may be over something else; None for a mean, and
     for a batch of one. It looks at the graph from the loss to the first operations that reduce; where a
-    division or product on the way may make a mean of a sum, nothing is found.
+    division or product on the way may make a mean of a sum, nothing is found. A factor of a half or more does not
+    for three samples or more, but then it is not sure.
     """
     if samples < 2:
         return None
-    nodes: list[Any] = [loss.grad_fn]
+    nodes: list[tuple[Any, bool]] = [(loss.grad_fn, True)]
     alone = True
     while nodes:
-        node = nodes.pop()
+        node, is_sure = nodes.pop()
         name = node.name() if node is not None else ""
-        if name.startswith(_TRANSPARENT):
+        is_scaled = samples > 2 and abs(factor_of(node, name)) >= _NO_MEAN
+        if name.startswith(_TRANSPARENT) or is_scaled:
             further = [each for each, _ in node.next_functions if each is not None]
             alone &= len(further) == 1
-            nodes += further
+            nodes += [(each, is_sure and not is_scaled) for each in further]
         elif getattr(node, "_saved_reduction", None) == _SUM:
             rows = node._saved_self.shape[:1]
             if rows and rows[0] % samples == 0:
-                return name.partition("Backward")[0], True
+                return name.partition("Backward")[0], is_sure
         elif name.startswith("SumBackward") and alone:
             sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
             if sizes and sizes[0] == samples:
                 return "sum()", False
     return None
+
+
+def factor_of(node: Any, name: str) -> float:
+    """Return the number by which an operation multiplies; 0 if it does something else."""
+    if not name.startswith(("MulBackward", "DivBackward")) or node.next_functions[1][0] is not None:
+        return 0.0
+    number = node._saved_other
+    if number is None or number.numel() != 1 or not number:
+        return 0.0
+    return float(number) if name.startswith("Mul") else 1 / float(number)
