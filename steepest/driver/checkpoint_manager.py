@@ -84,6 +84,11 @@ class CheckpointManager:
         return self._training.step
 
     @property
+    def reached(self) -> int:
+        """The number of committed steps, with those that a death has undone."""
+        return self._training.reached
+
+    @property
     def stopping(self) -> bool:
         """Whether the present `fit` is to end."""
         return self._training.stopping
@@ -137,7 +142,7 @@ class CheckpointManager:
         of them; a `fit` that was ended early then has no others. The end of an epoch moves when a
         step covers another number of samples.
         """
-        begin = self._training.step - self._ahead
+        begin = self.reached - self._ahead
         self.begun = begin
         last = bisect_right(self._state.ends(), begin) + (epochs or 1) - 1
         ended: int | None = None
@@ -152,7 +157,7 @@ class CheckpointManager:
         def goal() -> int:
             return self.owner.call(end, Moment.WHOLE)
 
-        self._ahead = max(self._training.step - goal(), 0)
+        self._ahead = max(self.reached - goal(), 0)
         return goal
 
     def ended_early(self, goal: int) -> None:
@@ -165,7 +170,7 @@ class CheckpointManager:
     @owned(Moment.WHOLE)
     def epoch(self) -> int | None:
         """The epoch of the next step; None when the data are streams."""
-        return None if self.plan is None else self.plan.position(self._training.step).epoch
+        return None if self.plan is None else self.plan.position(self.reached).epoch
 
     @owned(Moment.WHOLE)
     def end_of(self, epoch: int) -> int:

@@ -91,7 +91,8 @@ class Fit:
         self._shown, self._first_line = display(asked.progress), first_line
         self._callbacks: list[Callback] = [*self._shown, *asked.callbacks]
         self._goal = keeping.ask(asked.steps, asked.epochs)
-        self._begin, self._length = keeping.step, self._end() - keeping.step
+        self._begin = keeping.reached
+        self._length = self._end() - self._begin
 
     def _end(self) -> int:
         """Return the number of committed steps with which it ends, as the job is now."""
@@ -125,7 +126,8 @@ class Fit:
         pausing = _overriding(self._callbacks, "on_epoch_end")
         each_step = _overriding(self._callbacks, "after_step")
         by_epoch = bool(pausing) or (self._data is not None and self._every is None)
-        self._begin, self._length = keeping.step, self._end() - keeping.step
+        self._begin = keeping.reached
+        self._length = self._end() - self._begin
         self._evaluate_if_due()  # where the program was interrupted before it could
         while keeping.step < self._end() and not keeping.stopping:
             pauses = [keeping.next_due()]
@@ -137,10 +139,10 @@ class Fit:
                 ends = [self._end(), *pauses, None if epoch is None else keeping.end_of(epoch)]
                 return min(at for at in ends if at is not None)
 
-            before = keeping.step
+            before = keeping.reached
             self._train(until, True, self._on_step)
             self._tell()
-            if keeping.step > before:  # not after `stop`, or a death that has set it back
+            if keeping.step > before:  # not after `stop`, or where steps of before were taken again
                 for callback in each_step:
                     callback.after_step(self._sgd, keeping.result())
             self._evaluate_if_due()

@@ -61,6 +61,9 @@ class StepRun:
     # change of the job, since a step may cover another number of samples afterwards
     end: Callable[[], int]
     stats: bool  # whether workers report loss and metrics
+    before: int = (
+        0  # steps of earlier calls; the caller is not told of them where they are taken again
+    )
     # for the caller; None when the run has ended
     results: Queue[StepResult | None] = field(default_factory=lambda: system().queue())
     handed_on: int = 0  # results
@@ -138,6 +141,11 @@ class Training:
     def step(self) -> int:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
+
+    @property
+    def reached(self) -> int:
+        """Steps committed, with those that a death has undone and that are taken again before further ones."""
+        return max(self.step, self._supervisor.promised)
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -239,13 +247,14 @@ class Training:
         """Set learning rates of the steps to come, see `DistributedSGD.set_learning_rate`."""
         self.rates.want(rate)
         if not self.running:
-            self.rates.put_in_force(self._next_new)
+            self.rates.put_in_force(self.reached)
 
     # -- the owner's -------------------------------------------------------------------------------
 
     def _take(self, run: StepRun) -> None:
         """Have the steps of a run taken."""
         self._supervisor.await_whole()
+        run.before = self.reached
         self._take_steps(run)
 
     def _make_up(self) -> None:
@@ -340,11 +349,6 @@ class Training:
         """Return whether workers are to stop because the user has asked for something."""
         return (self.stopping and goal > self._newest) or self.rates.are_wanted
 
-    @property
-    def _next_new(self) -> int:
-        """The next step, counted from 0, that is not one taken again."""
-        return max(self.step, self._supervisor.promised)
-
     def _end(self, run: StepRun) -> None:
         self.running = self._supervisor.in_call = False
         self.rates.put_in_force(self._newest)
@@ -383,8 +387,9 @@ class Training:
         self._newest = max(self._newest, outcome.step)
         if run.thread is not None:
             self._supervisor.promised = max(self._supervisor.promised, outcome.step)
-            run.handed_on += 1
-            run.results.put(taken)
+            if outcome.step > run.before:
+                run.handed_on += 1
+                run.results.put(taken)
 
     def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
         """Count a committed step, and return the user's view of its result."""

@@ -29,8 +29,9 @@ class Callback:
     def on_step(self, sgd: Any, result: StepResult) -> None:
         """Take note of a committed step.
 
-        It is called for each step, in order, while workers compute the next ones. So
+        It is called for each step of this `fit`, in order, while workers compute the next ones. So
         `DistributedSGD.weights` is of a later step here; methods that need idle workers are refused.
+        Steps of this `fit` that are taken again after a death may be told of again; steps of earlier calls are not.
         """
 
     def after_step(self, sgd: Any, result: StepResult) -> None:
@@ -38,8 +39,8 @@ class Callback:
 
         The trainer's weights are those of this step, and all of its methods may be called. Workers
         pause after each step for it, but only if a callback overrides this method. It is called
-        after `on_step` and before `on_evaluation`. A step that is taken again after a death is told
-        of again.
+        after `on_step` and before `on_evaluation`. A step is told of again only if it is undone by `restore`
+        or by an error of the optimizer, not if it is taken again after a death.
         """
 
     def on_event(self, sgd: Any, event: Event) -> None:

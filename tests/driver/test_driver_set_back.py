@@ -16,6 +16,7 @@ from steepest import (
     DistributedSGD,
     FailureConfig,
     LocalStrategy,
+    StepResult,
 )
 from steepest.checkpoint import files
 from steepest.errors import CheckpointError, ConfigurationError
@@ -100,6 +101,26 @@ def fitted(job: StruckJob) -> None:
     job.alone = job.alone.at(begins + 5)
 
 
+class Paused(Heard):
+    """Notes the steps for which workers pause, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused: list[int] = []
+
+    def after_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.paused.append(result.step)
+        assert trainer.stats().step == result.step
+
+
+def paused(job: StruckJob) -> None:
+    heard = Paused()
+    begins = job.alone.step
+    job.trainer.fit(steps=5, callbacks=[heard], progress=False)
+    assert heard.steps == heard.paused == list(range(begins + 1, begins + 6))
+    job.alone = job.alone.at(begins + 5)
+
+
 def resized(job: StruckJob) -> None:
     job.trainer.resize(job.workers + 1)
     assert job.trainer.num_workers == job.workers + 1
@@ -112,6 +133,7 @@ CALLS: dict[str, Callable[[StruckJob], None]] = {
     "state_dict": stated,
     "step": stepped,
     "fit": fitted,
+    "fit with pauses": paused,
     "resize": resized,
 }
 
@@ -136,6 +158,18 @@ def test_what_was_returned_stays(name: str, call: str, moment: str, tmp_path: Pa
         rows = [row["step"] for row in job.trainer.history.steps]
         assert rows == list(range(1, job.alone.step + 1))
         job.works()
+        job.end()
+
+
+def test_callbacks_hear_of_no_step_of_an_earlier_call(tmp_path: Path) -> None:
+    """The death comes amid a `fit`, whose processes take steps of an earlier call again."""
+    with running(KINDS["ps"], 2, tmp_path, failure=SNAPSHOTS) as job:
+        job.trainer.fit(steps=STEPS, progress=False)
+        job.alone = job.alone.at(STEPS)
+        for call in (fitted, paused):
+            job.simulation.at_event(5, lambda: job.kill(HOLDERS["ps"]))
+            call(job)
+        job.expect(job.alone)
         job.end()
 
 
