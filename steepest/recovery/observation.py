@@ -225,7 +225,7 @@ class Observation:
             if (known := starting.instead.get(peer)) is not None:
                 if known.is_dead and known.was_up:  # not because its node is
                     self.failed_to_start(peer)
-                    known = replace(known, awaited=system().now())
+                    known = replace(known, awaited=starting.clock())
                 known = starting.again(known)
                 known = known if known.cause == cause else replace(known, cause=cause)
                 starting.instead[peer] = known

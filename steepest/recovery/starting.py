@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -36,8 +37,8 @@ class Start:
     cut: ChunkSpec | None = None  # of a worker's models
     # when this process was started
     started: float = field(default_factory=lambda: system().now())
-    # since when it has had to come up: from `began`, or when one that had come up before it died
-    awaited: float = field(default_factory=lambda: system().now())
+    # by `Starting.clock`, since when it has had to come up: from `began`, or when one that had come up before it died
+    awaited: float = field(kw_only=True)
 
     @property
     def is_up(self) -> bool:
@@ -74,6 +75,7 @@ class Starting:
         self.workers: list[Start] = []  # further ones
         self.servers: list[Start] = []  # likewise
         self._cluster = cluster
+        self._unwatched = 0.0  # seconds
 
     def __iter__(self) -> Iterator[Start]:
         """Iterate over all of them."""
@@ -86,7 +88,18 @@ class Starting:
         building = self._building(actor, index)
         cut, now = self._cluster.job.cut, system().now()
         watch = runtime().call(actor, "watch")
-        return Start(worker_peer(index), seat, actor, watch, building, now, cause, spare, cut)
+        return Start(
+            worker_peer(index),
+            seat,
+            actor,
+            watch,
+            building,
+            now,
+            cause,
+            spare,
+            cut,
+            awaited=self.clock(),
+        )
 
     def server(
         self,
@@ -102,7 +115,7 @@ class Starting:
         building = [runtime().call(actor, "reserve", self._cluster.job.description.layout.nbytes)]
         building.append(runtime().call(actor, "place"))
         now, watch = system().now(), runtime().call(actor, "watch")
-        return Start(peer, seat, actor, watch, building, now, cause, spare)
+        return Start(peer, seat, actor, watch, building, now, cause, spare, awaited=self.clock())
 
     def _building(self, actor: Any, index: int) -> list[Any]:
         cluster, job = self._cluster, self._cluster.job
@@ -133,7 +146,20 @@ class Starting:
 
     def is_late(self, start: Start) -> bool:
         """Return whether a process has not come up for so long that it is not awaited any more."""
-        return system().now() - start.awaited > self.patience and not start.is_up
+        return self.clock() - start.awaited > self.patience and not start.is_up
+
+    def clock(self) -> float:
+        """Return the time by which processes have to come up, in seconds; it stands still in `unwatched`."""
+        return system().now() - self._unwatched
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Wait for something else in a block, so that no other is started for a process that dies in it."""
+        began = system().now()
+        try:
+            yield
+        finally:
+            self._unwatched += system().now() - began
 
     def check_models(self, starts: Mapping[Peer, Start]) -> None:
         """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""

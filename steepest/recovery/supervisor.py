@@ -351,7 +351,7 @@ class Supervisor:
             # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
             as_it_was = dead or world.leaving
             config = cluster.job.config if as_it_was else observation.wanted.config
-            with change.part("taking stock"):
+            with change.part("taking stock"), observation.starting.unwatched():
                 if not (as_it_was or change.halted):
                     # steps of before are never made again in the form that comes now
                     self.snapshots.ensure_present(cluster.meanwhile)

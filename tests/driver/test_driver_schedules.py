@@ -87,6 +87,22 @@ def test_a_step_that_is_begun_when_stop_is_called_is_whole_when_fit_returns() ->
     check(Schedule(4101190, FAMILIES["async"], 2, strategy, plain, acts))
 
 
+def test_a_successor_that_dies_while_others_end_their_step_is_started_again() -> None:
+    """The step takes longer than a start may; the job waits for all workers, so it goes on with all of them."""
+    plain = FailureConfig(
+        max_failures=1000, heartbeat=2.0, snapshot_every=3, patience=math.inf, spares=1
+    )
+    strategy = ParameterServerStrategy(mode="async", num_servers=1, chunk_bytes=32)
+    deaths = Fault(0, 30, "kill", 0.3, 3188827749), Fault(0, 50, "kill", 0.6, 2938366643)
+    acts = [
+        Act("start"),
+        Act("resize", 3),
+        Act("fit and stop", (7, 2), faults=deaths),
+        Act("shutdown"),
+    ]
+    check(Schedule(116, FAMILIES["async"], 2, strategy, plain, acts))
+
+
 _COUNTED = """
 from tests.driver_runs import Run, Schedule
 run = Run(Schedule.drawn(5010040))
