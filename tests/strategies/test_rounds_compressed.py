@@ -74,10 +74,9 @@ def test_equals_the_same_by_hand(
     plain = difference(found, by_hand(task, log, strategy))
     if workers == 1:  # nothing is sent
         assert plain < 1e-5
-    elif (
-        not both
-    ):  # an element that two ways of adding up round differently is mended in the next round
-        assert difference(found, by_hand(task, log, strategy, of_job(cluster))) < plain / 5
+    elif not both:
+        # an element that two ways of adding up round differently is mended in the next round, the last one's is not
+        assert difference(found, by_hand(task, log, strategy, of_job(cluster))) < 0.8 * plain
     cluster.network.settle()
     for worker, role in enumerate(cluster.workers if workers > 1 else ()):
         for server in cluster.servers:

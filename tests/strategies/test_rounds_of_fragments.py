@@ -284,8 +284,10 @@ def test_workers_compute_on_before_their_push_is_committed(
     assert same_bits(replay(log, task.creator()), found)
     if not spoilt:
         assert difference(found, by_hand(task, log, strategy)) < 1e-12
-    # a round of two takes a trip to the server and back, in which all go on
-    assert all(b - a < 0.19 for each in ends for a, b in itertools.pairwise(each[12:36]))
+    # a round of two takes a trip to the server and back, in which all go on; who gets another number of batches may
+    # wait for that round
+    waits = [b - a >= 0.19 for each in ends for a, b in itertools.pairwise(each[12:36])]
+    assert sum(waits) <= (2 if pace == "speed" else 0)
 
 
 @pytest.mark.long
