@@ -202,7 +202,7 @@ class LocalReplicas(Replicas):
 
     def _meet(self, step: int) -> None:
         """Let models go on that wait for others behind an epoch, before the worker's own weights are laid out."""
-        if self._of_rounds or self.meets_before(step):
+        if self.meets_before(step):
             for model in self._followers:
                 model.go_on_together(step)
 

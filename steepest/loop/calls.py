@@ -28,7 +28,7 @@ from steepest.loop.streamed import StreamCursor
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.loop.user_loop import UserLoop, calling, current, seen_from
-from steepest.validation import require_choice, require_count
+from steepest.validation import require_count
 
 _ORDER = (
     "steepest.prepare(model, optimizer, loader), and schedulers and further loaders as there are"
@@ -335,7 +335,7 @@ def register(**objects: Any) -> Any:
 
 
 @_told
-def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterable[int]:
+def epochs(count: int, end: int | None = None) -> Iterable[int]:
     """Return the numbers of the epochs of a loop, from 0 to `count` - 1; or from the first number to before the second.
 
     In a worker that joins a job later they begin with the epoch in which the job is; the loader yields what is left of
@@ -343,9 +343,6 @@ def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterabl
 
     Args:
         count, end: as of `range`, where `end` is left out or greater.
-        meet: whether workers wait for each other behind each epoch where they do not elsewhere, under
-            ``LocalStrategy(quorum=)`` or ``pace="speed"``: all see the same weights there, and may `gather`. Others
-            meet there in any case.
 
     Example:
         >>> list(epochs(3)), list(epochs(1, 3))
@@ -356,9 +353,8 @@ def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterabl
     else:
         first = require_count("the first epoch", count, 0)
         count = require_count("the end of epochs", end, first + 1) - first
-    require_choice("meet", meet, (False, True))
     loop = calling("epochs")
-    return range(first, first + count) if loop is None else loop.epochs(count, first, meet)
+    return range(first, first + count) if loop is None else loop.epochs(count, first)
 
 
 @_told
@@ -429,8 +425,7 @@ def gather(value: Any) -> Any:
 
     Raises:
         ConfigurationError: something else, or not of one form on all workers; it is called before `epochs`, or
-            workers do not wait for each other (``strategy="async"``; under rounds of a quorum or a pace they do behind
-            each of ``epochs(..., meet=True)``).
+            workers do not wait for each other (``strategy="async"``, rounds of a quorum or a pace).
 
     Example:
         >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]

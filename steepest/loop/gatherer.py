@@ -149,11 +149,9 @@ class Gatherer:
                 "steepest.gather() before steepest.epochs(): call it in the loop, or after it, so that a worker that "
                 "joins later knows which values are meant"
             )
-        if not loop.meets:
+        if not loop.together:
             do = (
-                "give steepest.epochs(..., meet=True), with which they do behind each epoch, and gather there"
-                if loop.local
-                else 'give strategy="ps" or "allreduce"'
+                "leave quorum= and pace= out" if loop.local else 'give strategy="ps" or "allreduce"'
             )
             raise ConfigurationError(
                 "steepest.gather() where workers do not wait for each other: report() gives the driver means over "

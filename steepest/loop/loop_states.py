@@ -160,7 +160,7 @@ class LoopStates:
     def hold_end(self) -> None:
         """Keep the state at an epoch's end, from which a worker that joins takes part in what is gathered there."""
         loop, self._end = self._loop, None
-        if loop.size > 1 and loop.meets:
+        if loop.size > 1 and loop.together:
             self._end = pack(self.state_at("end", objects=True), loop.batches)
 
     def let_objects_go(self) -> None:

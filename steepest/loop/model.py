@@ -449,10 +449,7 @@ class LoopModel(TorchModel):
 
     def go_on_together(self, version: int) -> None:
         """Let the loop go on behind the loop over its loader, see `Session.committed`; it may wait for others there."""
-        if self.loop.together:
-            self._in_turn(partial(self.session.committed, waits=True), version)
-        else:
-            self._in_turn(self.session.go_on_gathering)
+        self._in_turn(partial(self.session.committed, waits=True), version)
 
     def begin_round(self, number: int, given_up: int | None) -> None:
         """Note that a round of the worker's own updates begins, see `Session.begin_round`."""

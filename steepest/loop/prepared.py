@@ -45,7 +45,6 @@ class Progress:
         sees_all_batches: whether all workers go through the same batches, so that it counts epochs itself.
         reports: since this was asked for the last time.
         steps: that are to come if each batch has one; None where nobody knows.
-        meets: whether it is to find the others behind each epoch.
         resumed: which settings of the script are others than those of the checkpoint, in words.
     """
 
@@ -54,7 +53,6 @@ class Progress:
     sees_all_batches: bool
     reports: list[Reported] = field(default_factory=list)
     steps: int | None = None
-    meets: bool = False
     resumed: str = ""
 
 

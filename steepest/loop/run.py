@@ -64,13 +64,6 @@ class _StopsAtTheEnd(Callback):
         sgd.stop()
 
 
-class _PausesAtEpochs(Callback):
-    """Has workers begin no batch of an epoch before all of the one before are committed."""
-
-    def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
-        """Do nothing: that it is called makes the pause."""
-
-
 @folds_frames
 def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     function: Callable[[], Any],
@@ -153,8 +146,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
                 continue
             epochs = max(wanted.epochs - begun, 1)
             begun += epochs
-            pauses = [_PausesAtEpochs()] if wanted.meets else []
-            sgd.fit(epochs=epochs, callbacks=[ends, *pauses, *callbacks], progress=progress)
+            sgd.fit(epochs=epochs, callbacks=[ends, *callbacks], progress=progress)
         _end(sgd.history, ends.first)
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
@@ -175,7 +167,6 @@ class _LoopNeeds:
     epochs: int
     sees_all_batches: bool
     steps: int | None
-    meets: bool
 
 
 def _advance(sgd: DistributedSGD, number: int, loop: str) -> _LoopNeeds | None:
@@ -194,7 +185,6 @@ def _advance(sgd: DistributedSGD, number: int, loop: str) -> _LoopNeeds | None:
         max(max(wanted, default=0), epoch + 1),
         any(progress.sees_all_batches for progress in going_on),
         max(progress.steps or 0 for progress in going_on),
-        any(progress.meets for progress in going_on),
     )
 
 

@@ -189,11 +189,6 @@ class Session:
         if self.job.asked is Ask.COMMIT or (self.job.asked is Ask.BATCH and self.loop.is_over):
             self._go_on(waits=False)
 
-    def go_on_gathering(self) -> None:
-        """Let the loop go on where it gathers behind an epoch; it waits for other workers there."""
-        if self.job.asked is Ask.PARTS and self.loop.gatherer.region is Region.END:
-            self._go_on()
-
     def fail(self, error: BaseException) -> None:
         """Have the next `compute` or `advance` raise an error."""
         self._error = self._error or error
@@ -222,7 +217,6 @@ class Session:
             self.loop.sees_all_batches,
             reports,
             steps=self.loop.steps_left,
-            meets=self.loop.meets and not self.loop.together,
             resumed=self.loop.resumed,
         )
 

@@ -73,7 +73,6 @@ class UserLoop:
         resumed: which of these are others than those of the checkpoint, in words.
         batches: that the loop has taken.
         passed_by: batches of passes that the loop has entered behind them.
-        meets: whether workers wait for each other behind each epoch, as far as the loop has said so.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class UserLoop:
         self.pending: Batch | None = None  # a batch that the loop has yet to take
         self.taken: Batch | None = None
         self.wanted_epochs: int | None = None
-        self.meets = self.together
         self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
         self.own_weight: float | None = None
@@ -266,13 +264,8 @@ class UserLoop:
         self.schedules = Schedules(self, prepared.schedulers)
         self.job.turns.ask(Ask.BEGIN)
 
-    def epochs(self, count: int, first: int = 0, meet: bool = False) -> Iterator[int]:
+    def epochs(self, count: int, first: int = 0) -> Iterator[int]:
         """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
-        # meet: whether workers wait for each other behind each
-        self.meets = self.together or (meet and self.local > 0)
-        return self._epochs_of(count, first)
-
-    def _epochs_of(self, count: int, first: int) -> Iterator[int]:
         if self.prepared is None:
             raise ConfigurationError(
                 "steepest.epochs() before steepest.prepare(): call that before"
@@ -289,10 +282,6 @@ class UserLoop:
         check_lengths(self.prepared, count, self.job.size)
         pending = self.pending
         self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
-        if self.meets and not self.together and self.arriving is not None:
-            self.epoch = min(
-                self.epoch, self.arriving["epoch"]
-            )  # behind which others wait for this worker
         self._left = self.epoch - 1
         if (cursor := self.prepared.cursor) is not None:
             yield from self._epochs_together(cursor, count, first)

@@ -236,53 +236,7 @@ def test_a_round_that_is_given_up_is_undone_in_the_loop(
         assert_same(seen(), expected)
 
 
-MET: dict[tuple[int, int], list[Any]] = {}
-
-
-def meeting(parts: Parts, epochs: int) -> None:
-    """What all have found behind each epoch, by worker; some have fewer samples than others, or none."""
-    kept = steepest.register(samples=0, best=math.inf)
-    for epoch in steepest.epochs(epochs, meet=True):
-        for x, y in parts.loader:
-            pause(SECONDS[steepest.rank()])
-            parts.optimizer.zero_grad()
-            nn.functional.mse_loss(parts.model(x), y).backward()
-            parts.optimizer.step()
-            kept.samples += len(x)
-        with torch.no_grad():
-            x, y = (column[steepest.rank() :: steepest.size()] for column in ADAM.data)
-            losses = steepest.gather((parts.model(x) - y).square().sum(1))
-            weights = torch.cat([p.flatten() for p in parts.model.parameters()])
-            kept.best = min(kept.best, float(losses.sum()))
-            MET[steepest.rank(), epoch] = [kept.best, losses, steepest.gather(weights[None])]
-        steepest.report(best=kept.best)
-    MET[steepest.rank(), epochs] = [kept.samples]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kill", ["", "worker 0", "worker 2"])
-@pytest.mark.parametrize("name", [name for name in ROUNDS if name != "two of three"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_workers_that_meet_gather_the_same(name: str, kill: str, seed: int) -> None:
-    MET.clear()
-    SECONDS.extend([0.2, 0.03, 0.05])
-    found, log = logged_run(replace(ADAM, loop=meeting), 3, ROUNDS[name], kill, seed)
-    check_samples(log)
-    for epoch in range(3):
-        best, losses, weights = MET[0, epoch]
-        assert len(losses) == 29
-        assert all(torch.equal(weights[0], row) for row in weights)
-        for worker in (1, 2):
-            assert MET[worker, epoch][0] == best
-            assert all(map(torch.equal, MET[worker, epoch][1:], [losses, weights]))
-    best = [MET[0, epoch][0] for epoch in range(3)]
-    assert [row["best"] for row in found.reports] == pytest.approx(best, rel=1e-12)  # means
-    assert torch.equal(MET[0, 2][2][0], torch.cat([v.flatten() for v in found.weights.values()]))
-    if not kill:
-        assert sum(MET[worker, 3][0] for worker in range(3)) == 3 * 29
-
-
-def test_workers_that_do_not_meet_are_told_how() -> None:
+def test_workers_that_do_not_wait_for_each_other_do_not_gather() -> None:
     def loop(parts: Parts, epochs: int) -> None:
         for _ in steepest.epochs(epochs):
             for x, y in parts.loader:
@@ -292,7 +246,7 @@ def test_workers_that_do_not_meet_are_told_how() -> None:
 
     with pytest.raises(ModelRaisedError) as raised:
         run(replace(ADAM, loop=loop), 2, all_in_each(2, sync_every=3))
-    assert "meet=True" in str(raised.value.__cause__)
+    assert "leave quorum= and pace= out" in str(raised.value.__cause__)
 
 
 def assert_same(found: dict[Any, list[Any]], expected: dict[Any, list[Any]]) -> None:
