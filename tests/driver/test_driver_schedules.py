@@ -23,6 +23,11 @@ from tests.pairs import mostly_full
 from tests.random_examples import seeds
 from tests.simulated_programs import Fault
 
+# what a signal raises between `open` and its `with` leaves the file to be closed by Python itself, in any program
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file <_io.BufferedReader name='.*steepest-driver-:ResourceWarning"
+)
+
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
@@ -44,6 +49,15 @@ def check(schedule: Schedule) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_calls_that_nothing_strikes_are_those_of_one_process(seed: int) -> None:
     check(Schedule.drawn(seed).undisturbed())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("number", [10, 11])
+def test_a_file_that_was_just_opened_does_not_end_the_tests(number: int) -> None:
+    """A signal arrives when `open` returns, and when the function around it does."""
+    struck = Interrupt("point", number, files=("/storage/files.py",))
+    acts = [Act("start"), Act("save"), Act("restore", interrupt=struck), Act("shutdown")]
+    check(Schedule(1, FAMILIES["sync"], 2, SimpleStrategy(), FailureConfig(spares=0), acts))
 
 
 @pytest.mark.few(2)
