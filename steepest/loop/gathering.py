@@ -88,6 +88,7 @@ class Gatherings:
         self.parts: dict[GatheringPlace, dict[int, torch.Tensor]] = {}
         self._steps: dict[GatheringPlace, int] = {}  # the most of those who gather there
         self._waits_at: GatheringPlace | None = None  # where the loop waits
+        self._behind = 0  # what was gathered before the batch, or round, of this number is dropped
         self._member: MemberCollective | None = None
         self.drops = 0  # how often all was dropped
         self._wait: Callable[[Callable[[], bool]], None] | None = None
@@ -121,7 +122,9 @@ class Gatherings:
             return
         rank = self._member.rank
         for place, parts in list(self.parts.items()):
-            if rank in parts:
+            if (
+                rank in parts or place.number < self._behind
+            ):  # where it has gathered, and dropped that
                 continue
             if self._ended or self._has_passed(place):
                 parts[rank] = _ABSENT
@@ -171,7 +174,7 @@ class Gatherings:
         """Drop all that was gathered, whose places may come again with other batches: loops amid one begin it anew."""
         self.parts.clear()
         self._steps.clear()
-        self._waits_at = None
+        self._waits_at, self._behind = None, 0
         self.drops += 1
 
     def forget_absent(self) -> None:
@@ -210,6 +213,7 @@ class Gatherings:
 
     def drop_before(self, number: int) -> None:
         """Drop what was gathered in earlier steps: all workers are past these."""
+        self._behind = number
         if self.parts:
             for place in [place for place in self.parts if place.number < number]:
                 del self.parts[place]

@@ -345,6 +345,14 @@ class UserLoop:
         prepared.enter(first + LoopPlace(*where["place"]).epoch)  # a stream may be read
         is_whole = cursor.load(where, self.job.size)
         self._tell_of_other_size(holds=not is_whole and where["is_sure"])
+        if is_whole and where["before"] and where["is_sure"] and cursor.skip:
+            warnings.warn(
+                f"worker {self.job.rank}: gradients of several batches are added up for a step of one optimizer, while "
+                "another one has stepped: this worker, which goes on from there, computes those of the batches before "
+                "with the weights of now; where these gradients depend on what the other has changed, step both after "
+                "the same batches to have what one process has",
+                stacklevel=2,
+            )
         self.arriving = {**state, "entry": state["entries"][0 if is_whole else 1]}
         self.states.tops = {int(epoch): top for epoch, top in state["tops"].items()}
         if not cursor.is_amid_epoch:

@@ -17,6 +17,10 @@ from tests.own_loops import ALONE, BATCH, FOUND, Whole, alone, rollout
 from tests.reference import difference, perceptron, samples, sgd, snapshot
 from tests.simulated_programs import quiet
 
+#: what a worker is told that takes part in such a sum later: here what is added up depends on nothing of the others
+TOLD = "gradients of several batches are added up for a step of one optimizer, while another one"
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*{TOLD}")
+
 
 @pytest.fixture(autouse=True)
 def _simulated() -> Iterator[None]:
@@ -100,6 +104,11 @@ def test_a_sum_is_whole_over_which_another_optimizer_has_stepped(
     """The successor goes through the batches of the sum once more, without the steps that are committed."""
     found = without(script, 2, victim, step, STRATEGIES[strategy])
     assert difference(found.weights, alone(script, 2)) < 1e-12
+
+
+def test_who_enters_such_a_sum_is_told_that_weights_are_others_now() -> None:
+    with pytest.warns(UserWarning, match=TOLD):
+        without(SCRIPTS["four batches"], 2, 0, 6)
 
 
 @pytest.mark.few(1)

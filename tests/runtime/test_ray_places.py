@@ -40,7 +40,8 @@ def test_without_ray_one_is_started_and_ended(place: Place) -> None:
         if __name__ == "__main__":
             import logging
             from steepest import RunConfig
-            with DistributedSGD(linear_model_creator(), run_config=RunConfig(verbose=True)):
+            settings = RunConfig(runtime="ray", verbose=True)
+            with DistributedSGD(linear_model_creator(), run_config=settings):
                 pass
             assert not ray.is_initialized()
             print("then")
