@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
@@ -153,6 +154,21 @@ def test_a_model_that_is_dropped_is_freed_with_its_parameters() -> None:
     del bound
     gc.collect()
     assert [reference() for reference in dropped] == [None] * len(dropped)
+
+
+def test_a_step_that_is_given_up_leaves_no_graph() -> None:
+    """It would stay beside that of the next step, and the collector sees no circle that leads through one."""
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        outputs.append(weakref.ref(output))
+        raise KeyError
+
+    bound = Bound(torch_model(loss=loss))
+    with contextlib.suppress(KeyError):
+        bound.compute()
+    gc.collect()
+    assert [output() for output in outputs] == [None]
 
 
 def test_buffers_are_the_state_and_evaluation_leaves_them_alone() -> None:

@@ -435,7 +435,17 @@ class TorchModel(Model):
 
         See `steepest.core.models.protocol.Model.compute_gradients`.
         """
-        batch = self._to_device(batch)
+        try:
+            return self._compute_gradients(self._to_device(batch), ready, metrics, arrive)
+        finally:
+            self._output = (
+                None  # of a step that was given up, too, lest its graph stays beside the next one's
+            )
+
+    def _compute_gradients(
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive
+    ) -> Computed:
+        """Run both passes of a batch on the model's device."""
         loss, parts, samples, self._weight = self._run_forward(batch, arrive)
         share = self._share or Share(samples, samples)
         # of sums over the batches that make an update, the mean by samples is to be the sum
@@ -451,7 +461,6 @@ class TorchModel(Model):
                 numbers = with_parts(
                     parts, checked_metrics(self.metrics(batch)), self._per(samples)
                 )
-        self._output = None
         return Computed(loss.item() / self._per(samples), self._weight, samples, numbers)
 
     def _run_forward(self, batch: Any, arrive: Arrive) -> Weighed:
