@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from steepest import DistributedSGD
 from steepest.core.system import system
 from steepest.runtime.answers import Answer
+from steepest.tables.memory import Reserved
 from steepest.testing import InProcessCluster
 from tests.pairs import mostly_full
 from tests.random_examples import seeds, some_of
@@ -17,7 +20,7 @@ from tests.reference import same_bits
 from tests.simulated_programs import TASK, Program, Run, quiet, run, told
 from tests.simulation.run import Simulation, pause, run_config
 from tests.simulation.virtual_primitives import Event, Queue, Thread
-from tests.simulation.virtual_threads import HangError
+from tests.simulation.virtual_threads import HangError, Scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +131,20 @@ def check_schedule(
     except BaseException:
         print(Program(seed, tables, serves, rounds))  # noqa: T201 - shown if the test fails
         raise
+
+
+@pytest.mark.parametrize("seed", [2, 50])
+def test_nothing_stays_of_a_simulation_that_has_ended(seed: int) -> None:
+    """In the first processes die amid a forward pass, in the second one amid a backward pass."""
+    before = weakref.WeakSet(large_objects())
+    check_schedule(seed, tables=True, serves=True)
+    gc.collect()
+    assert not [each for each in large_objects() if each not in before]
+
+
+def large_objects() -> list[Scheduler | Reserved]:
+    """Return the schedulers of simulations, and the arrays of embedding tables."""
+    return [each for each in gc.get_objects() if isinstance(each, (Scheduler, Reserved))]
 
 
 def test_a_simulated_run_gives_the_bits_of_one_in_a_single_thread() -> None:

@@ -27,7 +27,7 @@ from steepest.testing.groups import simulated
 from tests.simulation.simulated_processes import Node, SimulatedProcess, World
 from tests.simulation.simulated_runtime import SimulatedRuntime
 from tests.simulation.virtual_primitives import Active, SystemByThread, VirtualSystem
-from tests.simulation.virtual_threads import Killed, Scheduler, being_virtual
+from tests.simulation.virtual_threads import Scheduler, being_virtual
 
 _PACKAGE = os.path.dirname(steepest.__file__) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
@@ -214,7 +214,7 @@ class Simulation:
         for strike in self._faults.pop(self.world.events, ()):
             strike()
         if self.scheduler.current.doomed and not self.scheduler.current.blocked:
-            raise Killed
+            self.scheduler.unwind()
 
     # -- looking -------------------------------------------------------------------------------
 

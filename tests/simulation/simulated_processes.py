@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.simulation.simulated_channels import Wires
-from tests.simulation.virtual_threads import Killed, Scheduler, VirtualThread, Waiters
+from tests.simulation.virtual_threads import Scheduler, VirtualThread, Waiters
 
 _FIRST_PID = 100_000_000  # above all that a kernel gives: nothing real can be hit by mistake
 
@@ -223,7 +223,7 @@ class World:
         here = self.here()
         assert here is not None, "the driver is to end"
         self.kill(here, f"Worker exits with code {code}")
-        raise Killed
+        self.scheduler.unwind()
 
     def send_signal(self, pid: int, number: int) -> None:
         """Do what `os.kill` does with a simulated process.

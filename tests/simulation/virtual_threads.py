@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import heapq
 import math
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 _MOST_LOOKS = 50_000  # at the clock without a switch: more are a loop without an end
 _TICK = 1e-6  # seconds that pass at each look at the clock, so that a busy loop sees its deadline
@@ -67,6 +69,7 @@ class VirtualThread:
         self.baton.acquire()
         self.reaper: VirtualThread | None = None  # goes on when this thread has ended
         self.reaping = False  # whether it waits for the end of one that it has doomed
+        self.unwound: list[BaseException] = []  # by what it was ended
 
 
 class _Carrier:
@@ -93,7 +96,7 @@ class _Carrier:
             self._go.acquire()
             assert self._work is not None
             work, self._work = self._work, None
-            work()
+            contextvars.Context().run(work)  # what a body sets in its context goes with it
             del work
 
 
@@ -210,12 +213,18 @@ class Scheduler:
         """Raise what ends the current thread or its wait, if anything does."""
         me = self.current
         if me.doomed:
-            raise Killed
+            self.unwind()
         if self._over is not None:
             raise self._over
         if me.thrown is not None and not me.shielded:
             error, me.thrown = me.thrown, None
             raise error
+
+    def unwind(self) -> NoReturn:
+        """End the current thread, whose process was killed, by an exception."""
+        error = Killed()
+        self.current.unwound.append(error)
+        raise error
 
     def throw(self, thread: VirtualThread, error: BaseException) -> None:
         """Let a thread raise an exception where it waits, or else where it waits next."""
@@ -282,6 +291,7 @@ class Scheduler:
             raised = (*sys.exc_info(), threading.current_thread())
             threading.excepthook(threading.ExceptHookArgs(raised))
         del body
+        _forget(thread)
         thread.finished = True
         del self._living[thread]
         self.wake(thread.joining)
@@ -368,6 +378,19 @@ class Scheduler:
         self._pass_to(thread)
         me.baton.acquire()
         me.reaping = False
+
+
+def _forget(thread: VirtualThread) -> None:
+    """Let go of what a thread that ends has left, as the end of its process would."""
+    # Errors that were kept have frames with graphs of torch: the collector sees no circle that leads through one.
+    for error in thread.unwound:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            for caller, _ in traceback.walk_stack(
+                frame
+            ):  # also of those from where another error went on
+                with contextlib.suppress(RuntimeError):  # it runs
+                    caller.clear()
+    thread.unwound.clear()
 
 
 _here = threading.local()
