@@ -68,7 +68,8 @@ def test_a_run_that_was_set_back_ends_with_the_bits_of_an_undisturbed_one(
         trainer.fit(steps=STEPS - 20, callbacks=[watch], progress=False)
         (event,) = trainer.stats().events
         assert event.kind == "recovered"
-        assert "lost, and made again" in event.line
+        # a callback may hear of step 30 when the one that dies holds nothing that others have not
+        assert any(text in event.line for text in ("lost, and made again", "no update"))
         assert same_bits(trainer.weights(), straight.weights())
         for own, expected in zip(trainer.foreach_model(buffers), replicas, strict=True):
             assert same_bits(own, buffers(expected.models[0]))
