@@ -28,10 +28,11 @@ class _SimulatedLoan:
 
     def __init__(self, payload: Memory, lent: Counter[int]) -> None:
         self._payload, self._lent = payload, lent
-        lent[address_of(payload)] += 1
+        self._address = address_of(payload)  # which may import: an interpreter that ends cannot
+        lent[self._address] += 1
 
     def __del__(self) -> None:
-        self._lent[address_of(self._payload)] -= 1
+        self._lent[self._address] -= 1
 
 
 class Link:
