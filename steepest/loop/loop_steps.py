@@ -236,7 +236,12 @@ class LoopSteps:
         loop.job.turns.ask(Ask.COMMIT)
         self.lacks_batches = False
         prepared.model.clip_step = None
-        if self.edits and loop.own_weight is None:  # else it divides by what it has said, perhaps
+        if self.edits and loop.weights.counts_said:
+            self._tell_of_edits(
+                "the loop changes gradients of several batches that have said what they weigh, by which each backward "
+                "pass counts already (let each loss be the mean over its batch's weight)"
+            )
+        elif self.edits and loop.own_weight is None:  # else it divides by what it has said, perhaps
             self._tell_of_edits("the loop changes its gradients between backward() and step()")
         elif loop.epoch != self._hooks_looked_at:
             self._look_for_hooks(prepared)

@@ -62,7 +62,8 @@ class Losses:
         if self.are_parts and loss.grad_fn is not None:
             factor = factor_of(loss.grad_fn, loss.grad_fn.name())
             self._factor = factor if not self.found or factor == self._factor else 0.0
-        self.found.append(loss.detach())
+        counted = loss.detach()
+        self.found.append(counted if self.scale in (1.0, None) else counted * self.scale)
 
     def check_each(self) -> None:
         """Warn, at a step, of losses of single samples that are divided by another number than the batch has here."""

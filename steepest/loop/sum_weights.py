@@ -128,6 +128,11 @@ class SumWeights:
         return 1.0 if self.by_pass else self._before + self._present
 
     @property
+    def counts_said(self) -> bool:
+        """Whether backward passes are multiplied by shares of what the loop has said that batches weigh."""
+        return self.by_pass and self._is_said
+
+    @property
     def of_sum(self) -> tuple[int, int]:
         """Of a sum over samples: a number of samples on this worker, and on all, by which its update is the sum."""
         samples, size, whole = self._last

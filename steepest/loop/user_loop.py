@@ -648,6 +648,7 @@ class UserLoop:
                 "gradients of batches of different sizes are added up, of a model with embedding tables "
                 f"({self.prepared.model.tables[0].name!r}): give the loader drop_last=True, or step before the last one"
             )
+        self.losses.found = [loss * factor for loss in self.losses.found]
         with torch.no_grad():
             for parameter in (each for own in self.prepared.trained() for each in own):
                 if parameter.grad is not None:
@@ -786,6 +787,7 @@ class UserLoop:
         self.losses.found = []
         if (cursor := self.cursor) is not None:
             self._end_step_of(cursor, index)
+            self.weight = self.weights.weight  # of a further step of the batch
             self.states.begin_step()
             self._seed_for(cursor.number, cursor.place.step)
             self.gatherer.gatherings.drop_before(cursor.first_number)

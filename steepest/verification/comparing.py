@@ -272,14 +272,28 @@ def weights_of(own: Sequence[StepRecord]) -> Values:
     standing_in = [*_standing_in(own)]
     if own[0].sums:
         return np.array([0.0 if each else 1.0 for each in standing_in])
-    said = [record.weight for record in own]
-    if any(each is not None for each in said):
-        found = np.array([each or 0.0 for each in said], float)
-    else:
-        found = np.array([len(record.samples) or record.batches for record in own], float)
+    by_loss = _shares_of_losses(own)
+    if by_loss is not None:
+        # gradients that are added up of batches whose shares differ, or are said, are multiplied by these already
+        said = own[0].weight is not None and own[0].batches > 1
+        alike = not said and np.allclose(by_loss, by_loss[:, :1])
+        return by_loss[:, 0] if alike else np.full(len(own), 1 / len(own))
+    found = np.array([len(record.samples) or record.batches for record in own], float)
     if not found.sum():
         found = np.ones(len(own))
     shares: Values = found / found.sum()
+    return shares
+
+
+def _shares_of_losses(own: Sequence[StepRecord]) -> Values | None:
+    """Return, by worker and loss, what it counts in the mean; None where workers have other numbers of losses."""
+    if not own[0].counts or len({len(record.counts) for record in own}) > 1:
+        return None
+    counts = np.array([record.counts for record in own], float)
+    if len(own) > 2:
+        counts[[*_standing_in(own)]] = 0.0
+    counts[:, counts.sum(axis=0) == 0] = 1.0
+    shares: Values = counts / counts.sum(axis=0)
     return shares
 
 
@@ -298,7 +312,9 @@ def _losses(
 ) -> Difference | None:
     if any(len(record.losses) != len(one.losses) for record in own) or not one.losses:
         return None
-    there = weights_of(own) @ np.array([record.losses for record in own], float)
+    losses = np.array([record.losses for record in own], float)
+    shares = None if own[0].sums else _shares_of_losses(own)
+    there = weights_of(own) @ losses if shares is None else (shares * losses).sum(axis=0)
     here = np.array(one.losses, float)
     if np.isnan(here).any() or np.isnan(there).any():
         return None

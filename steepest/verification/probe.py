@@ -128,14 +128,17 @@ class _Probe:
         self._step: StepRecord | None = None
         self._after_backward: list[tuple[int, int]] | None = None
         self._since = time.perf_counter()
+        self._weight: float | None = None  # what the user has said that the present batch weighs
+        self._size = 1  # samples of that
         self._begin_batches()
 
     def _begin_batches(self) -> None:
         """Begin to note batches of the next step."""
         self._samples: list[int] = []
         self._batches = 0
-        self._weight: float | None = None
         self._losses: list[float] = []
+        self._counts: list[float] = []
+        self._before = 0  # losses of the batches before
         self._left_over: set[int] = (
             set()
         )  # ids of parameters with gradients before the first backward pass
@@ -301,7 +304,9 @@ class _Probe:
         return returned
 
     def _called_weight(self, given: tuple[Any, ...], returned: Any) -> Any:
-        self._weight = (self._weight or 0.0) + float(given[0]) if given else self._weight
+        if given:
+            self._weight = float(given[0])
+            self._counts[self._before :] = [self._weight] * (len(self._counts) - self._before)
         return returned
 
     def _called_size(self, given: tuple[Any, ...], returned: Any) -> Any:
@@ -407,6 +412,7 @@ class _Probe:
         rows = rows_of(batch, size)
         self._samples += rows or [0] * size
         self._batches += 1
+        self._weight, self._size, self._before = None, size, len(self._losses)
         if self._keeper is not None:
             self._keeper.add("batch", (self._epoch, batch))
         self._go_on_as("batch")
@@ -434,6 +440,7 @@ class _Probe:
     def after_backward(self, loss: torch.Tensor) -> None:
         """Note a loss whose backward pass has run."""
         self._losses.append(float(loss.detach()) if loss.numel() == 1 else math.nan)
+        self._counts.append(self._size if self._weight is None else self._weight)
         self._after_backward = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
@@ -459,6 +466,7 @@ class _Probe:
             batches=self._batches,
             weight=self._weight,
             losses=self._losses,
+            counts=self._counts,
             settings=self._settings(),
             gradients=self._summaries(gradients),
             left_over=bool(own & self._left_over),

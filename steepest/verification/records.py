@@ -26,8 +26,9 @@ class StepRecord:
         epoch: in which it is.
         line: of the user's call of `step`, as ``train.py:31``.
         samples: a number for each sample since the step before, see `rows_of`; `batches` of them.
-        weight: what the user has said that the batches weigh; None for as much as they have samples.
+        weight: what the user has said that the last batch weighs; None for as much as it has samples.
         losses: on which `backward` was called.
+        counts: what the batch of each of these weighs on this worker.
         settings: of the optimizers' groups, such as rates.
         gradients, weights, buffers: by name; weights are those after the step.
         left_over: whether there were gradients before the first `backward`.
@@ -59,6 +60,7 @@ class StepRecord:
     gathered: list[GatheredValue]
     drawn: str = ""
     sums: bool = False
+    counts: list[float] = field(default_factory=list)
     seconds: float = 0.0
     weights: dict[str, TensorSummary] = field(default_factory=dict)
     buffers: dict[str, TensorSummary] = field(default_factory=dict)

@@ -161,6 +161,22 @@ def test_metrics_of_the_last_batch_are_wrong(workers: int) -> None:
 def over_tokens(parts: Parts, epochs: int) -> None:
     """Two batches for a step, whose samples have different numbers of tokens; the loss is the mean over all tokens."""
     for _ in steepest.epochs(epochs):
+        batches: list[Any] = []
+        for x, y in parts.loader:
+            batches.append((x, y, (y > 0).double()))
+            if len(batches) == 2:
+                own = sum(mask.sum().item() for _, _, mask in batches)
+                tokens = float(torch.as_tensor(steepest.gather(own)).sum())
+                for x, y, mask in batches:
+                    ((parts.model(x) - y).square() * mask).sum().div(max(tokens, 1.0)).backward()
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+                batches.clear()
+
+
+def dividing(parts: Parts, epochs: int) -> None:
+    """The same, divided by a worker's own tokens behind the backward passes, each of which counts by its weight."""
+    for _ in steepest.epochs(epochs):
         tokens = 0.0
         for number, (x, y) in enumerate(parts.loader):
             mask = (y > 0).double()
@@ -192,12 +208,16 @@ def over_batches(parts: Parts, epochs: int) -> None:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_token_weights_over_accumulation_and_ranks_are_wrong(workers: int) -> None:
     """Of transformers 34191 and 34242: here a token weighs the same in whichever batch, on whichever worker it is."""
-    script = Script(over_tokens, optimizer=sgd(momentum=0.9), data=samples(24), epochs=3)
+    script = Script(
+        over_tokens, optimizer=sgd(momentum=0.9), data=samples(24), epochs=3, reduction="sum"
+    )
     found, _, _ = run(script, workers)
     expected = script.alone(workers)
     assert difference(found, expected) < 1e-12
-    theirs, _, _ = run(replace(script, loop=over_batches), workers)
+    theirs, _, _ = run(replace(script, loop=over_batches, reduction="mean"), workers)
     assert difference(theirs, expected) > 1e-3
+    with pytest.warns(UserWarning, match="gradients of several batches that have said"):
+        run(replace(script, loop=dividing, reduction="mean"), workers)
 
 
 STARTS: list[int] = []

@@ -47,21 +47,24 @@ def test_a_server_that_dies_is_replaced_and_nothing_is_lost(
             last = trainer.fit(
                 steps=30, callbacks=[Kill(20, [server_pid(trainer, server)])], progress=False
             )
-        assert last.step == 40
+            assert last.step == 40
+            step = 40
+            while not trainer.stats().events:  # callbacks hear of a step later than it is taken
+                step = trainer.step().step
         (line,) = [
             record.getMessage() for record in caplog.records if "took over" in record.getMessage()
         ]
         assert f"server {server}" in line
         send_signal(server_pid(trainer, 1 - server), signal.SIGKILL)  # between two steps
-        assert trainer.fit(steps=10, progress=False).step == 50
-        assert difference(trainer.weights(), TASK.train(2, 50)) < 1e-12
+        assert trainer.fit(steps=10, progress=False).step == step + 10
+        assert difference(trainer.weights(), TASK.train(2, step + 10)) < 1e-12
         assert trainer.stats().replaced == 2
         assert [event.kind for event in trainer.stats().events] == [
             "left",
             "resized",
         ] * 2  # nobody waited
         assert (trainer.num_servers, trainer.strategy) == (2, TWICE)
-        assert trainer.stats().step == 50
+        assert trainer.stats().step == step + 10
         assert pids(trainer) == before
 
 
