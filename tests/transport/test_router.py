@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import os
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -17,7 +15,6 @@ from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.errors import ProtocolError, ShutdownError
-from steepest.testing.network import _SimulatedLoan
 
 ME, OTHER, CLIENT = Peer("worker", 0), Peer("server", 0), Peer("client", 0)
 
@@ -252,20 +249,3 @@ def test_transports_in_turn_leave_no_descriptors() -> None:
         router.use(WireTransport(bytes(32), (ME,), "here", router.destination))
     router.clear()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_loan_that_ends_with_the_interpreter_imports_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It cannot then; an error in its `__del__` would be a warning, which is an error of this test."""
-    lent: Counter[int] = Counter()
-    loan = _SimulatedLoan(torch.zeros(3, dtype=torch.uint8), lent)
-    assert lent.total() == 1
-
-    def refuse(name: str, *arguments: object) -> None:
-        raise ImportError(name)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(builtins, "__import__", refuse)
-        del loan
-    assert lent.total() == 0

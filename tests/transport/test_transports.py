@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from steepest.errors import ConfigurationError
 from steepest.runtime import cluster as launch
 from steepest.runtime.room import Seat
 from steepest.testing import InProcessCluster, linear_model_creator
+from steepest.testing.network import _SimulatedLoan
 from tests.ray_hosts import (
     Place,
     place,  # noqa: F401 - a fixture
@@ -266,3 +269,20 @@ def test_shared_keeps_servers_on_the_drivers_node_and_refuses_users_on_others(pl
             cluster.shutdown()
         """
     )
+
+
+def test_a_loan_that_ends_with_the_interpreter_imports_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot then; an error in its `__del__` would be a warning, which is an error of this test."""
+    lent: Counter[int] = Counter()
+    loan = _SimulatedLoan(torch.zeros(3, dtype=torch.uint8), lent)
+    assert lent.total() == 1
+
+    def refuse(name: str, *arguments: object) -> None:
+        raise ImportError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(builtins, "__import__", refuse)
+        del loan
+    assert lent.total() == 0
