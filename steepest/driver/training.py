@@ -61,9 +61,8 @@ class StepRun:
     # change of the job, since a step may cover another number of samples afterwards
     end: Callable[[], int]
     stats: bool  # whether workers report loss and metrics
-    before: int = (
-        0  # steps of earlier calls; the caller is not told of them where they are taken again
-    )
+    # steps of earlier calls; the caller is not told of them where they are taken again
+    before: int = 0
     # for the caller; None when the run has ended
     results: Queue[StepResult | None] = field(default_factory=lambda: system().queue())
     handed_on: int = 0  # results

@@ -134,11 +134,13 @@ class Gatherer:
         self._nth += 1
         return GatheringPlace(self.number, self.region, self._nth - 1)
 
-    def _ask(self, place: GatheringPlace, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of all workers at a place."""
+    def _ask(
+        self, place: GatheringPlace, own: torch.Tensor, call: str = "steepest.gather()"
+    ) -> list[torch.Tensor]:
+        """Return the parts of all workers at a place, to which a call of the user's has come."""
         wanted = GatheringParts(place, own, self._seat, self._loop.steps_taken)
         found: list[torch.Tensor] = self._loop.turns.ask(wanted)
-        check_here(found)
+        check_here(found, call)
         return found
 
     def gather(self, value: Any) -> Any:
@@ -204,10 +206,11 @@ class Gatherer:
     def total(self, number: float) -> float:
         """Return the sum over all workers of a number, for which each of them asks at the same place."""
         loop = self._loop
-        if loop.stands_in or loop.passes_by:
+        if loop.passes_by:
             return number
         self.among_batches = True
-        parts = self._ask(self._place(), pack({"leaves": [torch.tensor(number).double()]}))
+        own = pack({"leaves": [torch.tensor(number).double()]})
+        parts = self._ask(self._place(), own, "steepest.weight()")
         return math.fsum(float(unpack(part)["leaves"][0]) for part in parts)
 
     def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:

@@ -267,13 +267,13 @@ class Gatherings:
                 self._send(other, part)
 
 
-def check_here(parts: Sequence[torch.Tensor]) -> None:
-    """Check that all workers gather where one does; else ConfigurationError."""
+def check_here(parts: Sequence[torch.Tensor], call: str) -> None:
+    """Check that all workers gather where one does, by a call; else ConfigurationError."""
     absent = [rank for rank, part in enumerate(parts) if part.numel() == _ABSENT.numel()]
     if absent:
         here = [f"worker {rank}" for rank in range(len(parts)) if rank not in absent]
         raise ConfigurationError(
-            f"steepest.gather() was called by {listed(here)} where {listed(f'worker {rank}' for rank in absent)} did "
+            f"{call} was called by {listed(here)} where {listed(f'worker {rank}' for rank in absent)} did "
             "not call it: all workers call it equally often, in one order; take it out of what is done by some of them "
             "alone, such as under `if steepest.rank() == 0`"
         )

@@ -290,8 +290,7 @@ def _shares_of_losses(own: Sequence[StepRecord]) -> Values | None:
     if not own[0].counts or len({len(record.counts) for record in own}) > 1:
         return None
     counts = np.array([record.counts for record in own], float)
-    if len(own) > 2:
-        counts[[*_standing_in(own)]] = 0.0
+    counts[[*_standing_in(own)]] = 0.0
     counts[:, counts.sum(axis=0) == 0] = 1.0
     shares: Values = counts / counts.sum(axis=0)
     return shares

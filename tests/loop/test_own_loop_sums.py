@@ -198,3 +198,22 @@ def test_weights_of_a_sum_are_said_before_each_backward_pass(weighing: Any, word
 
     with pytest.raises(ModelRaisedError, match=words):
         run(Script(loop, data=samples(16)), 2)
+
+
+def test_a_weight_that_one_worker_alone_says_is_refused() -> None:
+    """In batches whose gradients are added up; the error names what was called."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for number, (x, y) in enumerate(parts.loader, 1):
+                if steepest.rank() == 0:
+                    steepest.weight(2.0)
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                if number % 2 == 0:
+                    parts.optimizer.step()
+                    parts.optimizer.zero_grad()
+
+    with pytest.raises(
+        ModelRaisedError, match=r"steepest\.weight\(\) was called by worker 0 where"
+    ):
+        run(Script(loop, data=samples(16)), 2)

@@ -438,9 +438,8 @@ class TorchModel(Model):
         try:
             return self._compute_gradients(self._to_device(batch), ready, metrics, arrive)
         finally:
-            self._output = (
-                None  # of a step that was given up, too, lest its graph stays beside the next one's
-            )
+            # of a step that was given up, too, lest its graph stays beside the next one's
+            self._output = None
 
     def _compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive
