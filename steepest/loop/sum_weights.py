@@ -41,7 +41,16 @@ class SumWeights:
         return [self.by_pass, self._is_said, self.has_ended, self._first[2]]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Set what `state` returned; what batches weigh on this worker is what it has seen of them."""
+        """Set what `state` returned; what batches weigh on this worker is what it has seen of them.
+
+        Raises:
+            ConfigurationError: it is of an older version.
+        """
+        if len(state) != len(self.state()):
+            raise ConfigurationError(
+                "the state to go on from is that of a loop of an older version: begin with its weights, by "
+                "model.load_state_dict(), and other checkpoints"
+            )
         self.by_pass, self._is_said, self.has_ended, whole = state
         self._first = *self._first[:2], whole
 

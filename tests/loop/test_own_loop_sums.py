@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 import steepest
-from steepest.errors import ModelRaisedError
+from steepest.errors import ConfigurationError, ModelRaisedError
+from steepest.loop.sum_weights import SumWeights
 from tests.own_loop_runs import run, without
 from tests.own_loops import (
     Parts,
@@ -217,3 +218,8 @@ def test_a_weight_that_one_worker_alone_says_is_refused() -> None:
         ModelRaisedError, match=r"steepest\.weight\(\) was called by worker 0 where"
     ):
         run(Script(loop, data=samples(16)), 2)
+
+
+def test_a_sum_of_a_checkpoint_of_before_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="of an older version"):
+        SumWeights(lambda weight: weight).load([False, 0.0, 2.0, [2.0, 2, 4], False, True])
