@@ -5,7 +5,7 @@
 After 3,000 steps it has found all eight, and 77% of its points lie in one of them (of the true
 points it is 99%).
 
-docs/several_losses.md says why one backward pass does for both halves.
+docs/howto/several_losses.md says why one backward pass does for both halves.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ It is signSGD with majority vote (Bernstein et al. 2019, arXiv:1810.05291): each
 gradient's running mean, and each weight moves by the learning rate in the direction that most workers
 want, or not at all in a tie. `fit`, checkpoints, deaths, `resize` and replays work as under every other
 strategy. The same network is then trained with strategy="allreduce", on the same digits (scikit-learn's:
-`pip install 'steepest[demo]'`). `docs/own_strategy.md` explains each method.
+`pip install 'steepest[demo]'`). `docs/howto/own_strategy.md` explains each method.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ docstring that cannot be shown.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,76 +18,21 @@ from pathlib import Path
 import steepest
 
 ROOT = Path(__file__).resolve().parent.parent
-#: the navigation: pages by caption, without their ending, in the order in which somebody new needs them
-NAVIGATION = {
-    "Begin": (
-        "README",
-        "docs/guide",
-        "docs/own_loop",
-        "docs/own_loop_data",
-        "docs/own_loop_gradients",
-        "docs/own_loop_state",
-        "docs/own_loop_local",
-        "docs/data",
-        "docs/limits",
-    ),
-    "Ways of training": (
-        "docs/parameter_server",
-        "docs/collectives",
-        "docs/embedding",
-        "docs/negative_sampling",
-        "docs/slow_links",
-        "docs/several_losses",
-        "docs/own_strategy",
-        "docs/own_model",
-        "docs/extensions",
-    ),
-    "Runs": (
-        "docs/control",
-        "docs/metrics",
-        "docs/page",
-        "docs/verify",
-        "docs/what_equals_what",
-        "docs/compare",
-        "docs/plan",
-        "docs/timeline",
-        "docs/checkpoints",
-        "docs/storage",
-        "docs/failures",
-        "docs/audit",
-        "docs/ending",
-        "docs/testing",
-    ),
-    "Places": (
-        "docs/places",
-        "docs/one_machine",
-        "docs/sagemaker",
-        "docs/spark",
-        "docs/tune",
-        "docs/security",
-    ),
-    "Moving over": (
-        "docs/moving",
-        "docs/porting",
-        "docs/from_ddp",
-        "docs/from_horovod",
-        "docs/from_ray_train",
-        "docs/from_lightning",
-        "docs/hugging_face",
-        "docs/from_tensorflow",
-        "docs/from_jax",
-    ),
-    "Reference": ("docs/api", "reference", "docs/settings", "docs/stability", "CHANGELOG"),
-    "Inside": (
-        "ARCHITECTURE",
-        "docs/ways",
-        "docs/protocols",
-        "docs/decisions",
-        "benchmarks/RESULTS",
-        "CONTRIBUTING",
-        "SECURITY",
-    ),
-}
+#: where the contents stand, by which people find pages in the repository, too
+CONTENTS = ROOT / "docs" / "README.md"
+
+
+def navigation() -> dict[str, tuple[str, ...]]:
+    """Return the pages by caption, without their ending, as the contents have them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for section in CONTENTS.read_text().split("\n## ")[1:]:
+        links = re.findall(r"^- \[.+?\]\((.+?)\.md\)", section, flags=re.MULTILINE)
+        pages = [os.path.normpath(f"docs/{link}") for link in links]
+        caption = section.splitlines()[0]
+        found[caption] = ("reference", *pages) if caption == "Reference" else tuple(pages)
+    return found
+
+
 _CONF = """\
 from pygments.lexers.special import TextLexer
 from sphinx.highlighting import lexers
@@ -109,7 +56,7 @@ lexers["mermaid"] = TextLexer()  # shown as text: a drawing would load a program
 def index() -> str:
     """Return the first page, which has the navigation."""
     parts = ["steepest\n========\n"]
-    for caption, pages in NAVIGATION.items():
+    for caption, pages in navigation().items():
         named = "".join(f"   {page}\n" for page in pages)
         parts.append(f".. toctree::\n   :caption: {caption}\n   :maxdepth: 1\n\n{named}")
     return "\n".join(parts)
@@ -130,6 +77,7 @@ def reference() -> str:
 def stage(folder: Path) -> None:
     """Write what Sphinx reads into a folder: the pages where the repository has them, so that their links hold."""
     shutil.copytree(ROOT / "docs", folder / "docs")
+    (folder / "docs" / "README.md").unlink()  # the navigation has it
     for path in [*ROOT.glob("*.md"), ROOT / "LICENSE"]:
         shutil.copy(path, folder)
     (folder / "benchmarks").mkdir()

@@ -17,15 +17,15 @@ from steepest.loop.script import UserScript
 from steepest.testing import VerifiedRun, VerifyReport, verify
 from tests.page_examples import ROOT, blocks_of
 
-PAGE = ROOT / "docs" / "what_equals_what.md"
+PAGE = ROOT / "docs" / "explanation" / "what_equals_what.md"
 STEPS, WORKERS = 6, 2
 _PAGES = (
     "README.md",
-    "own_loop.md",
-    "porting.md",
-    "from_ddp.md",
-    "from_horovod.md",
-    "from_ray_train.md",
+    "docs/howto/own_loop.md",
+    "docs/howto/porting.md",
+    "docs/howto/from_ddp.md",
+    "docs/howto/from_horovod.md",
+    "docs/howto/from_ray_train.md",
 )
 _EXAMPLES = {
     "own_loop_digits.py": ("--epochs", "2"),
@@ -48,9 +48,9 @@ _JOBS = {
 }
 _BEGIN = """# What equals what
 
-`python -m tests.verified_scripts` has written this table: what [`steepest verify`](verify.md) finds of the examples
-with a loop of their own, of the loops of these pages, and of the kinds of loops that the tests have, each of {steps}
-steps on {workers} workers. A test compares each line with what is found now.
+`python -m tests.verified_scripts` writes this table. It shows what [`steepest verify`](../howto/verify.md) finds for
+the examples with their own loop, for the loops on these pages, and for the kinds of loops in the tests. Each loop takes
+{steps} steps on {workers} workers. A test compares each line with a new result.
 
 | script | one process | {workers} workers | a worker killed | stopped, resumed |
 |---|---|---|---|---|
@@ -75,12 +75,11 @@ def scripts(folder: Path) -> Iterator[tuple[str, Callable[[], Callable[..., Any]
     for name, given in _JOBS.items():
         yield f"`examples/{name}`", partial(_creator_of, name, given)
     for page in _PAGES:
-        place = page if page == "README.md" else f"docs/{page}"
-        blocks = [each for each in blocks_of(place) if _is_program(each)]
+        blocks = [each for each in blocks_of(page) if _is_program(each)]
         for number, block in enumerate(blocks):
-            path = folder / f"{page.removesuffix('.md')}_{number}.py"
+            path = folder / f"{Path(page).stem}_{number}.py"
             path.write_text(block)
-            link = "[README](../README.md)" if page == "README.md" else f"[{page}]({page})"
+            link = f"[{Path(page).name}]({os.path.relpath(ROOT / page, PAGE.parent)})"
             yield f"the loop of {link}", partial(UserScript.read, str(path))
     from tests.own_loops import ALIKE
 

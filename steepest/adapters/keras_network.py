@@ -262,7 +262,7 @@ def _check(model: Any) -> None:
         (
             "train_step",
             "put the loss into compute_loss(), which is called, a GAN's two losses too: "
-            "docs/from_tensorflow.md shows one",
+            "docs/howto/from_tensorflow.md shows one",
         ),
         ("make_train_function", "leave it out: the library makes the step"),
     ):

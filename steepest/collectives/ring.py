@@ -2,7 +2,7 @@
 
 In the first half of the hops (reduce-scatter) each member ends with one finished slice of the
 result, in the second (all-gather) the slices travel around; Patarasuk & Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", 2009. `docs/collectives.md` compares its cost
+all-reduce algorithms for clusters of workstations", 2009. `docs/howto/collectives.md` compares its cost
 with that of other ways.
 """
 

@@ -48,7 +48,7 @@ class JobConfig:
         ):
             raise ConfigurationError(
                 f"extensions={self.extensions!r:.80}: give a sequence of "
-                "steepest.core.engine.extension.Extension, see docs/extensions.md"
+                "steepest.core.engine.extension.Extension, see docs/explanation/extensions.md"
             )
         if self.global_batch_size is not None:
             counts["global_batch_size"] = require_count("global_batch_size", self.global_batch_size)

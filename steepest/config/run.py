@@ -55,7 +55,7 @@ class FailureConfig:
             successor, when no spare process is ready, before the other workers continue without it
             until the successor is there. A single worker is always waited for. `math.inf` keeps all
             workers in every step, and gives the bits of a run in which no process died, unless the
-            dead worker took state of its own with it (see docs/failures.md). With any other value
+            dead worker took state of its own with it (see docs/explanation/failures.md). With any other value
             than 0, servers wait for a dead server's successor too.
 
     Raises:
@@ -198,13 +198,13 @@ class RunConfig:
             (TLS 1.3); inside a host, over Unix-domain sockets, they are plain. True: by a
             certificate that the job makes for itself; needs the openssl command on the driver's
             host. A `TLSConfig`: by files of your own. Ray's channels are Ray's own matter, see
-            `docs/security.md`.
+            `docs/howto/security.md`.
         page: whether the page of the job is served from its beginning, to this machine alone, at a free
             port, see `DistributedSGD.page`; a line of the log says how to open it.
         audit: the share of the steps, 0 to 1, in which each worker computes another worker's samples, too, and the
             gradients are compared before the step is committed: so much more is computed. Where they differ the step
             is computed again, to find out which process computes wrongly, and a warning and an event name it. See
-            `docs/audit.md`. 0 for no audits.
+            `docs/howto/audit.md`. 0 for no audits.
         audit_replaces: whether a worker that computes wrongly is replaced before the step is committed, and its node
             left out, if there is another one.
         runtime: what runs the job's processes. "auto": Ray where the program is connected to it, as in its tasks,

@@ -104,8 +104,8 @@ class DistributedSGD:
         checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in
             that directory is restored, and `fit` leaves out as many steps as it has: the same
             program, started again, ends where it would have ended. None to keep none.
-        extensions: what attaches to the workers, see `docs/extensions.md`; each is pickled. None for all that
-            the library has (`steepest.extensions.EXTENSIONS`).
+        extensions: what attaches to the workers, see `docs/explanation/extensions.md`; each is pickled. None for
+            all that the library has (`steepest.extensions.EXTENSIONS`).
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -620,8 +620,8 @@ class DistributedSGD:
 
         It has spans of workers (compute, load, push, wait, call), of servers and aggregators (stage, reduce, apply,
         wait) and of the driver, with steps, versions and chunks, and what travels between them, on one clock; see
-        `docs/timeline.md`. `steepest explain` says in words what it shows. The file is written when the block ends,
-        also by an exception.
+        `docs/howto/timeline.md`. `steepest explain` says in words what it shows. The file is written when the
+        block ends, also by an exception.
 
         Args:
             path: of the file, in Chrome's trace format; one that is there is replaced.

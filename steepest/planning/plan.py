@@ -42,7 +42,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
     """Predict step times and samples a second of a model, for several strategies and numbers of workers.
 
     The model is measured on this process, then a few steps of each job are taken on virtual time, with the library's
-    own coordinator and topology; see `docs/plan.md`. Nothing is started.
+    own coordinator and topology; see `docs/howto/plan.md`. Nothing is started.
 
     Args:
         function: a function without arguments as of `run`; a `model_creator` of two arguments as of `DistributedSGD`;

@@ -202,7 +202,7 @@ def plan_tables(
 ) -> TablePlan:
     """Predict the rows of embedding tables in an epoch of the whole data, and what they need.
 
-    See `docs/plan.md` for what is estimated, and by whose formulas. Nothing is started.
+    See `docs/howto/plan.md` for what is estimated, and by whose formulas. Nothing is started.
 
     Args:
         source: a function without arguments as of `run`, or a `model_creator` as of `DistributedSGD`, which trains on

@@ -357,7 +357,7 @@ def _told(step: str, url: ObjectUrl, error: BaseException) -> OSError:
     kind = type(error).__name__
     if isinstance(error, PermissionError) or codes & {"401", "403"} or "Credential" in kind:
         return _RefusedError(
-            f"{text}; credentials are found where the cloud's own tools find them, see docs/storage.md"
+            f"{text}; credentials are found where the cloud's own tools find them, see docs/howto/storage.md"
         )
     if isinstance(error, (ValueError, TypeError, ImportError)) or kind == "ParamValidationError":
         return _RefusedError(text)

@@ -85,7 +85,7 @@ def place_of(where: str | os.PathLike[str]) -> StoragePlace:
     if shown != where:
         raise ConfigurationError(
             f"{shown!r} has credentials or a query: give the URL alone; credentials are found where the "
-            "cloud's own tools find them, see docs/storage.md"
+            "cloud's own tools find them, see docs/howto/storage.md"
         )
     scheme, package, install = _SCHEMES[scheme]
     path = rest.lstrip("/") if scheme == "memory" else rest

@@ -8,7 +8,7 @@ from steepest.tables.eviction import LFU
 from steepest.tables.table import Table
 
 # Of a row, in memory and on disk, for id, version, count, index and the pages that are not full yet: as measured with
-# millions of rows, see `docs/embedding.md`.
+# millions of rows, see `docs/howto/embedding.md`.
 _KNOWN, _KNOWN_ON_DISK = 47, 58
 _USE, _TTL, _SCORE = 12, 4, 8
 _PLACE = (

@@ -61,7 +61,8 @@ class InProcessCluster:
         replaces: whether the job waits for a successor of a worker that is killed, which `replace`
             starts; otherwise the death is a failure of the step.
         faults: the script, see `steepest.testing.Fault`.
-        extensions: what attaches to the workers, see `docs/extensions.md`; by default all that the library has.
+        extensions: what attaches to the workers, see `docs/explanation/extensions.md`; by default all that
+            the library has.
         device: on which all models compute, "cuda" for the present GPU.
         audit, audit_replaces: as of `RunConfig`; with `audit_replaces` give `replaces`, too.
 

@@ -353,8 +353,8 @@ def test_a_model_alone_is_refused() -> None:
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said_by("hugging_face.md", monkeypatch) == "learned: True\n"
-    said = said_by("hugging_face.md", monkeypatch, 1)
+    assert said_by("howto/hugging_face.md", monkeypatch) == "learned: True\n"
+    said = said_by("howto/hugging_face.md", monkeypatch, 1)
     assert said.endswith("equal to the rounding of float32: True\n")
 
 

@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_for_users_of_jax_says_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     # workers are threads of this process, whose memory is left as it is
     monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
-    text = (ROOT / "docs" / "from_jax.md").read_text()
+    text = (ROOT / "docs" / "howto" / "from_jax.md").read_text()
     printed, names = io.StringIO(), {"__name__": "__main__"}
     with Simulation(1).running(), contextlib.redirect_stdout(printed):
         for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-            exec(compile(block, "docs/from_jax.md", "exec"), names)
+            exec(compile(block, "docs/howto/from_jax.md", "exec"), names)
     first, second, third = printed.getvalue().splitlines()
     assert first == "equal to rounding: True accuracy: 1.0"
     assert second == "the module's own loss: True"

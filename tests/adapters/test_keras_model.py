@@ -412,9 +412,9 @@ def test_a_loss_of_the_models_own_and_variables_without_gradient() -> None:
 def test_the_pages_gan_has_the_gradients_of_a_tape_for_each_half() -> None:
     import tensorflow as tf
 
-    page = (Path(__file__).parents[2] / "docs" / "from_tensorflow.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "from_tensorflow.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[-1]
-    exec(compile(code, "docs/from_tensorflow.md", "exec"), names := {})
+    exec(compile(code, "docs/howto/from_tensorflow.md", "exec"), names := {})
     module, noise = names["gan"](), RNG.normal(size=(4, 4))
     model = TensorFlowModel(module, data=X[:, :2], batch_size=4)
     seed_everything(1)

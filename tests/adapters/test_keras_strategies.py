@@ -23,7 +23,7 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import InProcessCluster
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_tensorflow.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "from_tensorflow.md"
 COMMON, MIRRORED, MULTI_WORKER, SERVERS, _ = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL
 )

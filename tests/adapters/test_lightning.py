@@ -400,10 +400,10 @@ PAGE_SAYS = "equal to rounding: True ['train_accuracy', 'train_loss'] ['val_accu
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:.*num_workers")
 def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said_by("from_lightning.md", monkeypatch).splitlines()[-1] == PAGE_SAYS
+    assert said_by("howto/from_lightning.md", monkeypatch).splitlines()[-1] == PAGE_SAYS
 
 
 @pytest.mark.full
 def test_the_page_runs_as_it_stands_on_a_ray_of_its_own(tmp_path: Path) -> None:
-    (block,) = blocks_of("docs/from_lightning.md")
+    (block,) = blocks_of("docs/howto/from_lightning.md")
     assert run_block(block, tmp_path).splitlines()[-1] == PAGE_SAYS

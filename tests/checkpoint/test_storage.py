@@ -243,8 +243,8 @@ class CredentialsError(Exception):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (PermissionError("denied"), "see docs/storage.md"),
-        (CredentialsError("cannot locate any"), "see docs/storage.md"),
+        (PermissionError("denied"), "see docs/howto/storage.md"),
+        (CredentialsError("cannot locate any"), "see docs/howto/storage.md"),
         (ValueError("no such bucket's name"), "no such bucket's name"),
     ],
 )

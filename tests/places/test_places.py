@@ -18,7 +18,7 @@ from tests.ray_hosts import (
     place,  # noqa: F401 - a fixture
 )
 
-PAGE = "docs/places.md"
+PAGE = "docs/howto/places.md"
 
 
 def commands() -> list[str]:

@@ -66,7 +66,7 @@ def tell(host: Host, program: str) -> None:
 
 
 def test_the_program_of_the_page_trains_under_the_toolkit() -> None:
-    text = (ROOT / "docs" / "sagemaker.md").read_text()
+    text = (ROOT / "docs" / "howto" / "sagemaker.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     with job_of(1) as hosts:
         tell(hosts[0], "\n".join(line.removeprefix("   ") for line in program.splitlines()))

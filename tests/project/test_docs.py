@@ -21,7 +21,7 @@ import steepest.strategies
 import steepest.tables
 from tests.page_examples import ROOT, blocks_of, run_block
 
-DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))
 NEED_JAX = re.compile(r"steepest\.\w+\.(jax|flax|optax)")  # make test-jax has it
 MODULES = sorted(
     module.name
@@ -57,7 +57,7 @@ def test_the_examples_of_readme_and_guide_run_as_they_stand(
     pytest.importorskip(
         "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
     )
-    blocks = [*blocks_of("README.md"), *blocks_of("docs/guide.md")]
+    blocks = [*blocks_of("README.md"), *blocks_of("docs/howto/guide.md")]
     assert len(blocks) == 4
     assert said in run_block(blocks[number], tmp_path)
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 2)
@@ -66,25 +66,25 @@ def test_the_examples_of_readme_and_guide_run_as_they_stand(
 @pytest.mark.ray
 @pytest.mark.long
 def test_the_example_of_a_parameter_server_runs_as_it_stands(tmp_path: Path, address: str) -> None:
-    *_, block = blocks_of("docs/guide.md")
+    *_, block = blocks_of("docs/howto/guide.md")
     assert "20.0 20.0" in run_block(block, tmp_path, address)
 
 
 @pytest.mark.long
 def test_the_example_of_a_loop_of_ones_own_runs_as_it_stands(tmp_path: Path) -> None:
-    assert "['0.bias', " in run_block(blocks_of("docs/own_loop.md")[0], tmp_path)
+    assert "['0.bias', " in run_block(blocks_of("docs/howto/own_loop.md")[0], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.long
 def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path) -> None:
-    (block,) = blocks_of("docs/collectives.md")
+    (block,) = blocks_of("docs/howto/collectives.md")
     assert "after: 0.000" in run_block(block, tmp_path)
 
 
 @pytest.mark.long
 def test_the_example_of_training_data_runs_as_it_stands(tmp_path: Path) -> None:
-    said = run_block(blocks_of("docs/data.md")[0], tmp_path)
+    said = run_block(blocks_of("docs/howto/data.md")[0], tmp_path)
     assert "epochs: 4 steps: 120 loss: 0.000" in said
 
 
@@ -92,36 +92,36 @@ def test_the_example_of_training_data_runs_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.ray
 def test_the_example_of_a_ray_dataset_runs_as_it_stands(tmp_path: Path, address: str) -> None:
-    assert "rows: 400" in run_block(blocks_of("docs/data.md")[1], tmp_path, address)
+    assert "rows: 400" in run_block(blocks_of("docs/howto/data.md")[1], tmp_path, address)
 
 
 @pytest.mark.full
 @pytest.mark.long
 def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    block, *_ = blocks_of("docs/control.md")
+    block, *_ = blocks_of("docs/howto/control.md")
     assert "best: True" in run_block(block, tmp_path)
 
 
 def test_the_example_of_scripted_faults_runs_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (block,) = blocks_of("docs/testing.md")
-    exec(compile(block, "docs/testing.md", "exec"), {"__name__": "__main__"})
+    (block,) = blocks_of("docs/howto/testing.md")
+    exec(compile(block, "docs/howto/testing.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "10 steps, 1 worker replaced\n"
 
 
 @pytest.mark.full
 @pytest.mark.long
 def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path) -> None:
-    assert "'right': 1.0" in run_block(blocks_of("docs/embedding.md")[0], tmp_path)
+    assert "'right': 1.0" in run_block(blocks_of("docs/howto/embedding.md")[0], tmp_path)
 
 
 def test_the_example_of_tables_in_one_process_runs_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    block = blocks_of("docs/embedding.md")[1]
-    exec(compile(block, "docs/embedding.md", "exec"), {"__name__": "__main__"})
+    block = blocks_of("docs/howto/embedding.md")[1]
+    exec(compile(block, "docs/howto/embedding.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "loss: 0.000\n"
 
 
@@ -134,7 +134,7 @@ def test_settings_are_listed_with_their_defaults() -> None:
         made_anew = repr(parameter.default) == "<factory>"
         return f"`{parameter.annotation}()`" if made_anew else f"`{parameter.default!r}`"
 
-    sections = (ROOT / "docs" / "settings.md").read_text().split("\n## ")[1:]
+    sections = (ROOT / "docs" / "reference" / "settings.md").read_text().split("\n## ")[1:]
     listed = {}
     for section in sections:
         title = re.findall(r"^`([\w.]+)`\n", section)[0]
@@ -159,7 +159,8 @@ def test_settings_are_listed_with_their_defaults() -> None:
 
 def test_every_public_name_is_exported_and_documented() -> None:
     text = "".join(
-        (ROOT / page).read_text() for page in ("README.md", "ARCHITECTURE.md", "docs/api.md")
+        (ROOT / page).read_text()
+        for page in ("README.md", "ARCHITECTURE.md", "docs/reference/api.md")
     )
     for package in (steepest, steepest.tables):
         for name in package.__all__:
@@ -187,6 +188,39 @@ def test_what_a_page_refers_to_is_there(page: str) -> None:
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"`(?:python -m )?((?:steepest|benchmarks)(?:\.[a-z_]+)+)[`( ]", text)
     missing += [name for name in modules if not is_there(name)]
+    assert missing == []
+
+
+MENTION = re.compile(r"(?<![\w/.-])docs/[\w/.-]*\.(?:md|png|json|csv)(?:#[\w-]+)?")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]+)\)")
+
+
+def headings_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in plain}
+
+
+def test_each_page_and_heading_that_a_file_names_exists() -> None:
+    """In links of pages, and in messages, docstrings and comments of all modules."""
+    folders = ("steepest", "examples", "benchmarks", "release", "tests", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    missing = []
+    for path in [*files, *ROOT.glob("*.md"), ROOT / "Makefile"]:
+        if path.suffix not in (".py", ".md", "") or path.name == "test_package.py":
+            continue
+        text = path.read_text()
+        named = [ROOT / each for each in MENTION.findall(text)]
+        if path.suffix == ".md":
+            links = LINK.findall(text)
+            named += [
+                Path(f"{path}{each}") if each[0] == "#" else path.parent / each for each in links
+            ]
+        for each in named:
+            page, _, heading = str(each).partition("#")
+            if not Path(page).exists() or (heading and heading not in headings_of(Path(page))):
+                missing.append(f"{path.relative_to(ROOT)}: {each}")
     assert missing == []
 
 
@@ -228,7 +262,7 @@ def test_the_readme_is_short_and_its_first_screen_has_a_program_and_how_to_run_i
 
 
 def test_examples_are_named_in_the_guide() -> None:
-    guide = (ROOT / "docs" / "guide.md").read_text()
+    guide = (ROOT / "docs" / "howto" / "guide.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         if "def main(" in path.read_text():  # the others are imported by these
             assert f"\npython examples/{path.name} " in guide, f"{path.name} is not in the guide"

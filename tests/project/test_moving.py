@@ -65,7 +65,7 @@ def test_the_loop_that_stays_for_those_who_come_from_horovod_goes_on_where_it_wa
     monkeypatch.chdir(tmp_path)
     found = []
     for _ in range(2):
-        assert said_by("from_horovod.md", monkeypatch) == "steps: 200\n"
+        assert said_by("howto/from_horovod.md", monkeypatch) == "steps: 200\n"
         found.append(torch.load("weights.pt", weights_only=True))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     weight, bias = found[0]["2.weight"], found[0]["2.bias"]
@@ -80,7 +80,7 @@ def test_the_loop_that_stays_for_those_who_come_from_horovod_goes_on_where_it_wa
 def test_distributed_data_parallel_and_allreduce_end_with_the_same_weights(
     tmp_path: Path, address: str
 ) -> None:
-    theirs, _, ours = blocks_of("docs/from_ddp.md")
+    theirs, _, ours = blocks_of("docs/howto/from_ddp.md")
     (tmp_path / "ddp.py").write_text(theirs)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_distributed_data_parallel_and_allreduce_end_with_the_same_weights(
 def test_ray_train_and_steepest_end_with_the_same_weights(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, *_ = blocks_of("docs/from_ray_train.md")
+    theirs, *_ = blocks_of("docs/howto/from_ray_train.md")
     run_block(theirs, tmp_path, address)
     monkeypatch.chdir(tmp_path)
     said_by(
@@ -110,7 +110,7 @@ def test_ray_train_and_steepest_end_with_the_same_weights(
 @pytest.mark.long
 @pytest.mark.ray
 def test_a_trainer_runs_inside_a_train_loop_of_ray_train(tmp_path: Path, address: str) -> None:
-    *_, inside = blocks_of("docs/from_ray_train.md")
+    *_, inside = blocks_of("docs/howto/from_ray_train.md")
     assert "loss: 0.0" in run_block(inside, tmp_path, address)
 
 
@@ -119,6 +119,6 @@ def test_the_program_for_those_who_come_from_horovod_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said_by("from_horovod.md", monkeypatch, 1) == (
+    assert said_by("howto/from_horovod.md", monkeypatch, 1) == (
         "epochs: 12 steps: 120 right: True\nepochs: 20 steps: 200 right: True\n"
     )

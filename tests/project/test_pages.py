@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_ported_loop_ends_with_the_weights_of_the_plain_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert said_by("porting.md", monkeypatch) == "equal to rounding: True\n"
-    found = said_by("porting.md", monkeypatch, 1)
+    assert said_by("howto/porting.md", monkeypatch) == "equal to rounding: True\n"
+    found = said_by("howto/porting.md", monkeypatch, 1)
     assert re.fullmatch(r"equal to rounding: True accuracy: (0\.9\d+|1\.0)\n", found)
 
 
 @pytest.mark.long
 def test_a_gan_learns_where_its_data_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = eval(said_by("several_losses.md", monkeypatch))
+    seen = eval(said_by("howto/several_losses.md", monkeypatch))
     assert set(seen) == {"discriminator", "generator", "mean"}
     assert 2.0 < seen["mean"] < 4.0  # of the data it is 3, of the first images about 0
 
@@ -57,20 +57,20 @@ def test_a_language_model_learns(monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in.GPT2Config = types.SimpleNamespace
         stand_in.GPT2LMHeadModel = Tied
         monkeypatch.setitem(__import__("sys").modules, "transformers", stand_in)
-    assert said_by("hugging_face.md", monkeypatch) == "learned: True\n"
+    assert said_by("howto/hugging_face.md", monkeypatch) == "learned: True\n"
 
 
 def test_an_average_is_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said_by("control.md", monkeypatch, 1) == "after step 20 ['bias', 'weight']\n"
+    assert said_by("howto/control.md", monkeypatch, 1) == "after step 20 ['bias', 'weight']\n"
 
 
 def test_training_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said_by("ending.md", monkeypatch) == "committed: True one more: 1\n"
+    assert said_by("howto/ending.md", monkeypatch) == "committed: True one more: 1\n"
 
 
 @pytest.mark.long
 def test_processes_of_one_machine_train_as_their_page_says(tmp_path: Path) -> None:
-    (program,) = blocks_of("docs/one_machine.md")
+    (program,) = blocks_of("docs/howto/one_machine.md")
     lines = [line.split() for line in run_block(program, tmp_path).splitlines()]
     assert len(lines) == 40, f"five epochs of 256 samples, 32 a step: {lines}"
     assert float(lines[-1][1]) < float(lines[0][1])

@@ -15,7 +15,10 @@ from steepest.core.engine.extension import Extension
 from steepest.core.models.protocol import Model
 from tests.page_examples import ROOT, blocks_of
 
-SAID = {"docs/own_model.md": "[1.0, 2.0, 3.0]\n", "docs/extensions.md": "True 1e-04\n"}
+SAID = {
+    "docs/howto/own_model.md": "[1.0, 2.0, 3.0]\n",
+    "docs/explanation/extensions.md": "True 1e-04\n",
+}
 
 
 @pytest.mark.parametrize("page", SAID)
@@ -32,7 +35,8 @@ def _public(seam: type[Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "seam"), [("docs/own_model.md", Model), ("docs/extensions.md", Extension)]
+    ("page", "seam"),
+    [("docs/howto/own_model.md", Model), ("docs/explanation/extensions.md", Extension)],
 )
 def test_a_page_says_when_each_part_of_a_seam_is_called(page: str, seam: type[Any]) -> None:
     told = set(re.findall(r"`(\w+)", (ROOT / page).read_text()))
@@ -40,7 +44,7 @@ def test_a_page_says_when_each_part_of_a_seam_is_called(page: str, seam: type[An
 
 
 def test_no_seam_names_what_it_has_not() -> None:
-    page = (ROOT / "docs/extensions.md").read_text()
+    page = (ROOT / "docs/explanation/extensions.md").read_text()
     of = {"Exchange": Exchange, "ChunkStore": ChunkStore}
     for title, seam in of.items():
         part = page[page.index(f"## {title}") :].split("\n## ")[0]

@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 import steepest
-from release.site import NAVIGATION, index, reference, stage
+from release.site import CONTENTS, index, navigation, reference, stage
 from tests.page_examples import ROOT
 
 
 def test_each_page_has_one_place_in_the_navigation() -> None:
-    named = [page for pages in NAVIGATION.values() for page in pages]
+    named = [page for pages in navigation().values() for page in pages]
     assert len(named) == len(set(named))
-    pages = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")}
-    pages |= {path.stem for path in ROOT.glob("*.md")}
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages = {str(path.relative_to(ROOT).with_suffix("")) for path in files if path != CONTENTS}
     assert set(named) == pages | {"reference", "benchmarks/RESULTS"}
     assert all(f"   {page}\n" in index() for page in named)
 
@@ -28,7 +28,12 @@ def test_the_reference_has_each_public_name() -> None:
 
 def test_what_sphinx_reads_lies_as_in_the_repository(tmp_path: Path) -> None:
     stage(tmp_path)
-    for page in ("README.md", "docs/guide.md", "docs/worker_dies.png", "benchmarks/RESULTS.md"):
+    for page in (
+        "README.md",
+        "docs/howto/guide.md",
+        "docs/worker_dies.png",
+        "benchmarks/RESULTS.md",
+    ):
         assert (tmp_path / page).read_bytes() == (ROOT / page).read_bytes()
     settings: dict[str, object] = {}
     lines = (tmp_path / "conf.py").read_text().splitlines()

@@ -8,7 +8,7 @@ import re
 import steepest
 from tests.page_examples import ROOT
 
-PAGE = (ROOT / "docs" / "stability.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "stability.md").read_text()
 LEVELS = {"stable", "beta", "experimental"}
 
 

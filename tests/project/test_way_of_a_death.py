@@ -1,4 +1,4 @@
-"""docs/ways.md lists the files of a death's way: exactly those that a trace of one passes through."""
+"""docs/explanation/ways.md lists the files of a death's way: exactly those that a trace of one passes through."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ def traces() -> Traces:
 
 
 def listed() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The files that docs/ways.md lists for a worker's death, and for a server's besides, with functions."""
-    page = (ROOT / "docs" / "ways.md").read_text()
+    """The files that docs/explanation/ways.md lists for deaths of a worker and of a server, with functions."""
+    page = (ROOT / "docs" / "explanation" / "ways.md").read_text()
     (section,) = re.findall(r"## The way of a death\n(.*?)\n## ", page, re.DOTALL)
     item = re.compile(r"^\d+\. `steepest/([\w/.]+)` \((.*?)\):", re.MULTILINE)
     worker, server = (

@@ -1,4 +1,4 @@
-"""docs/ways.md lists the files of a gradient's way: exactly those that a trace of a step passes through."""
+"""docs/explanation/ways.md lists the files of a gradient's way: exactly those that a trace of a step passes through."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def files_of_the_transport() -> set[str]:
 
 
 def test_the_listed_way_of_a_gradient_is_the_traced_way() -> None:
-    page = (ROOT / "docs" / "ways.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "ways.md").read_text()
     (section,) = re.findall(r"## The way of a gradient\n(.*?)\n## ", page, re.DOTALL)
     listed = re.findall(r"^\d+\. `steepest/([\w/.]+)`", section, flags=re.MULTILINE)
     way, transport = files_from_a_hook_to_the_update(), files_of_the_transport()

@@ -211,7 +211,7 @@ def test_rows_of_tables_and_dropout_by_sample_are_those_of_one_process(tmp_path:
 
 @pytest.mark.long
 def test_the_pages_example_runs_as_it_stands(tmp_path: Path) -> None:
-    (block,) = blocks_of("docs/verify.md")
+    (block,) = blocks_of("docs/howto/verify.md")
     lines = run_block(block, tmp_path).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "one process, batch 16",

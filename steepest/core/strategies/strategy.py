@@ -30,7 +30,7 @@ class Strategy:
     - `name`, which messages show.
 
     A strategy is a frozen dataclass, equal to another with the same settings, and travels to every
-    process by pickle. See `docs/own_strategy.md`.
+    process by pickle. See `docs/howto/own_strategy.md`.
 
     Attributes:
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
