@@ -149,7 +149,7 @@ sbom: $(STAMP)
 	$(BIN)/python -m release.bill_of_materials
 
 site: $(VENV)-docs/.installed
-	$(VENV)-docs/bin/python -m release.site
+	$(VENV)-docs/bin/python -m release.site $(if $(REPOSITORY),--repository "$(REPOSITORY)")
 
 clean:
 	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark $(VENV)-docs $(VENV)-page build dist *.egg-info \

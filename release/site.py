@@ -1,6 +1,9 @@
-"""Build the site of the documentation with Sphinx and MyST: the pages in order, and a reference of all public names.
+"""Build the site of the documentation with Sphinx and MyST: a front page, four doors, and a page for each public name.
 
     python -m release.site --out build/site        # needs the extra `docs`
+
+The pages are those of the repository, in the order of `docs/README.md`. The front page is made of the README's first
+screen, so that both say the same. Nothing is loaded from elsewhere, neither while the site is built nor by its pages.
 
 Every warning is an error: a link to a page or a heading that is not there, a page without a place in the navigation, a
 docstring that cannot be shown.
@@ -13,78 +16,165 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import steepest
+from release.diagrams import drawn
+from release.reference import name_pages, with_links
 
 ROOT = Path(__file__).resolve().parent.parent
 #: where the contents stand, by which people find pages in the repository, too
 CONTENTS = ROOT / "docs" / "README.md"
-
-
-def navigation() -> dict[str, tuple[str, ...]]:
-    """Return the pages by caption, without their ending, as the contents have them."""
-    found: dict[str, tuple[str, ...]] = {}
-    for section in CONTENTS.read_text().split("\n## ")[1:]:
-        links = re.findall(r"^- \[.+?\]\((.+?)\.md\)", section, flags=re.MULTILINE)
-        pages = [os.path.normpath(f"docs/{link}") for link in links]
-        caption = section.splitlines()[0]
-        found[caption] = ("reference", *pages) if caption == "Reference" else tuple(pages)
-    return found
-
+#: the doors: the caption's first words in the contents, the page, and what is behind it
+DOORS = {
+    "Tutorials": ("tutorials", "Learn by doing: a first run, a loop of your own, a table."),
+    "How-to": ("howto", "One job a page, code first."),
+    "Reference": ("reference", "Names, commands, settings and errors, to look up."),
+    "Explanation": ("explanation", "How it works, and why it is so."),
+}
+_LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s#]+)")
 
 _CONF = """\
-from pygments.lexers.special import TextLexer
-from sphinx.highlighting import lexers
+from release.reference import prepare
 
 project, author, version = "steepest", "The steepest developers", {version!r}
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
 html_theme = "furo"
-default_role = "literal"  # docstrings have names in single backticks
-myst_heading_anchors = 3
+html_title = {title!r}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = False
+html_theme_options = {options!r}
+default_role = "py:obj"  # docstrings have names in single backticks: links, where they are public
+myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 72
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 napoleon_use_rtype = False
 napoleon_use_ivar = True  # a field that a docstring and the class name is shown once
 suppress_warnings = ["misc.highlighting_failure"]  # of files that lexers do not know wholly
-lexers["mermaid"] = TextLexer()  # shown as text: a drawing would load a program from elsewhere
+
+
+def setup(app):
+    prepare(app)
 """
 
 
-def index() -> str:
-    """Return the first page, which has the navigation."""
-    parts = ["steepest\n========\n"]
-    for caption, pages in navigation().items():
-        named = "".join(f"   {page}\n" for page in pages)
-        parts.append(f".. toctree::\n   :caption: {caption}\n   :maxdepth: 1\n\n{named}")
-    return "\n".join(parts)
+@dataclass(frozen=True)
+class Group:
+    """Pages under one heading of the contents.
+
+    Attributes:
+        door: a key of `DOORS`.
+        title: what the pages have in common; empty where they are all of the door.
+        entries: lines of Markdown, a page each, with links from the root of the repository.
+        pages: the pages without their ending, from the root of the repository.
+    """
+
+    door: str
+    title: str
+    entries: tuple[str, ...]
+    pages: tuple[str, ...]
 
 
-def reference() -> str:
-    """Return the page of all public names with their docstrings."""
-    text = "Reference\n=========\n\nAll names of ``steepest``, from their docstrings.\n"
-    for name in steepest.__all__:
-        found = getattr(steepest, name)
-        kind = "class" if isinstance(found, type) else "function"
-        text += f"\n{name}\n{'-' * len(name)}\n\n.. auto{kind}:: steepest.{name}\n"
-        if kind == "class":
-            text += "   :members:\n"
+def navigation() -> list[Group]:
+    """Return the pages in the order of the contents, without the README, which becomes the front page.
+
+    Raises:
+        ValueError: a heading of the contents is behind none of the doors.
+    """
+    found = []
+    for section in CONTENTS.read_text().split("\n## ")[1:]:
+        caption, _, rest = section.partition("\n")
+        door, _, title = caption.partition(": ")
+        if door not in DOORS:
+            raise ValueError(f"{CONTENTS}: {caption!r} begins with none of {', '.join(DOORS)}")
+        entries, pages = [], []
+        for entry in re.findall(r"^- (\[.+?\]\(.+?\.md\).*)$", rest, flags=re.MULTILINE):
+            target = re.findall(r"\((.+?)\.md", entry)[0]
+            page = os.path.normpath(f"docs/{target}")
+            if page != "README":
+                entries.append(_moved(entry, "docs", "."))
+                pages.append(page)
+        found.append(Group(door, title.capitalize(), tuple(entries), tuple(pages)))
+    return found
+
+
+def front_page(readme: str) -> str:
+    """Return the first page, of the README's first paragraph, its picture and how to install it."""
+    first = re.findall(r"\A# .+\n+((?:[^\n]+\n)+)", readme)[0]
+    picture = re.findall(r"^!\[[^\n]+\)$", readme, flags=re.MULTILINE)[0]
+    install = re.findall(r"```(?:sh|bash)\n((?:(?!```).*\n)*?.*pip install.*\n)", readme)[0]
+    line = next(each for each in install.splitlines() if "pip install" in each).split("  #")[0]
+    doors = "".join(
+        f"```{{container}} door\n**[{door}]({page}.md)**\n\n{about}\n```\n"
+        for door, (page, about) in DOORS.items()
+    )
+    tree = "\n".join(page for page, _ in DOORS.values())
+    return (
+        f"# steepest\n\n{first}\n```sh\n{line}\n```\n\n{picture}\n\n"
+        f"````{{container}} doors\n{doors}````\n\n"
+        f"```{{toctree}}\n:hidden:\n:maxdepth: 3\n\n{tree}\n```\n"
+    )
+
+
+def door_page(door: str) -> str:
+    """Return the page behind a door: its pages by group."""
+    _, about = DOORS[door]
+    text = f"# {door}\n\n{about}\n"
+    for group in navigation():
+        if group.door == door:
+            heading = f"\n## {group.title}\n" if group.title else ""
+            entries = "".join(f"- {entry}\n" for entry in group.entries)
+            tree = "\n".join(group.pages)
+            text += f"{heading}\n{entries}\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
     return text
 
 
-def stage(folder: Path) -> None:
-    """Write what Sphinx reads into a folder: the pages where the repository has them, so that their links hold."""
+def stage(folder: Path, draw: bool = True) -> None:
+    """Write what Sphinx reads into a folder: the pages where the repository has them, so that their links hold.
+
+    Args:
+        folder: an empty one.
+        draw: whether diagrams become pictures, which needs the extra `docs`.
+    """
     shutil.copytree(ROOT / "docs", folder / "docs")
-    (folder / "docs" / "README.md").unlink()  # the navigation has it
+    (folder / "docs" / "README.md").unlink()  # the doors have it
     for path in [*ROOT.glob("*.md"), ROOT / "LICENSE"]:
         shutil.copy(path, folder)
     (folder / "benchmarks").mkdir()
     shutil.copy(ROOT / "benchmarks" / "RESULTS.md", folder / "benchmarks")
-    (folder / "index.rst").write_text(index())
-    (folder / "reference.rst").write_text(reference())
-    (folder / "conf.py").write_text(_CONF.format(version=steepest.__version__))
+    (folder / "README.md").rename(folder / "index.md")
+    (folder / "index.md").write_text(front_page((folder / "index.md").read_text()))
+    for door, (page, _) in DOORS.items():
+        (folder / f"{page}.md").write_text(door_page(door))
+    for name, text in name_pages().items():
+        (folder / "docs" / "reference" / name).write_text(text)
+    names = folder / "docs" / "reference" / "api.md"
+    names.write_text(with_links(names.read_text()))
+    for path in folder.rglob("*.md"):
+        text = _to_front_page(path.read_text(), path.parent.relative_to(folder))
+        path.write_text(drawn(text, path) if draw else text)
+
+
+def settings(repository: str = "") -> str:
+    """Return the settings of Sphinx, as Python; `repository` is the address of one on the web, if there is one."""
+    options: dict[str, object] = {"sidebar_hide_name": False, "top_of_page_buttons": []}
+    if repository:
+        options |= {
+            "source_repository": f"{repository}/",
+            "source_branch": f"v{steepest.__version__}",
+            "source_directory": "",
+            "top_of_page_buttons": ["view"],
+            "footer_icons": [{"name": "Repository", "url": repository, "html": "Repository"}],
+        }
+    title = f"steepest {steepest.__version__}"
+    return _CONF.format(version=steepest.__version__, title=title, options=options)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,15 +182,42 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m release.site", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site")
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--repository", default="", help="address of it on the web, to be linked")
+    options = parser.parse_args(arguments)
     from sphinx.cmd.build import build_main
 
     with tempfile.TemporaryDirectory() as temporary:
-        stage(Path(temporary))
-        status = build_main(["-q", "-W", "--keep-going", "-b", "html", temporary, str(out)])
+        folder = Path(temporary)
+        stage(folder)
+        (folder / "conf.py").write_text(settings(options.repository))
+        (folder / "_static").mkdir()
+        shutil.copy(ROOT / "release" / "site.css", folder / "_static")
+        shutil.rmtree(options.out, ignore_errors=True)  # no page of before stays
+        status = build_main(["-q", "-W", "--keep-going", "-b", "html", temporary, str(options.out)])
     if status:
         raise SystemExit(status)
-    print(f"open {out / 'index.html'}")
+    print(f"open {options.out / 'index.html'}")
+
+
+def _moved(text: str, old: str, new: str) -> str:
+    """Return Markdown whose relative links were written for one folder, for another one."""
+
+    def link(found: re.Match[str]) -> str:
+        return f"]({os.path.relpath(os.path.join(old, found[1]), new)}"
+
+    return _LINK.sub(link, text)
+
+
+def _to_front_page(text: str, folder: Path) -> str:
+    """Return Markdown of a folder, with links to the README, or to the contents, that lead to the front page."""
+
+    def link(found: re.Match[str]) -> str:
+        target = os.path.normpath(folder / found[1])
+        if target not in ("README.md", "docs/README.md"):
+            return found[0]
+        return f"]({os.path.relpath('index.md', folder)}"
+
+    return _LINK.sub(link, text)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ class InProcessCluster:
     """A whole job in one thread: the same state machines as on Ray, over in-process channels.
 
     Args:
-        model_creator, num_workers, devices_per_worker, accumulate, global_batch_size, strategy,
-            seed: as of `DistributedSGD`.
+        model_creator, num_workers, devices_per_worker, accumulate, global_batch_size, strategy, seed: as of
+            `DistributedSGD`.
         shuffle: see `Network`.
         step_timeout: virtual seconds that a step may take.
         keep_log: whether to keep every commit for `log`.

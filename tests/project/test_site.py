@@ -1,49 +1,82 @@
-"""The site's navigation has each page once, and its reference each public name."""
+"""The site has each page behind one door, its front page says what the README says, and each public name has a page."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 import steepest
-from release.site import CONTENTS, index, navigation, reference, stage
+from release.diagrams import drawn
+from release.reference import GROUPS, MODULES, name_pages
+from release.site import CONTENTS, DOORS, door_page, front_page, navigation, settings, stage
 from tests.page_examples import ROOT
 
+README = (ROOT / "README.md").read_text()
 
-def test_each_page_has_one_place_in_the_navigation() -> None:
-    named = [page for pages in navigation().values() for page in pages]
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Sphinx reads, with diagrams as text."""
+    folder = tmp_path_factory.mktemp("site")
+    stage(folder, draw=False)
+    return folder
+
+
+def test_each_page_is_behind_one_door() -> None:
+    named = [page for group in navigation() for page in group.pages]
     assert len(named) == len(set(named))
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    pages = {str(path.relative_to(ROOT).with_suffix("")) for path in files if path != CONTENTS}
-    assert set(named) == pages | {"reference", "benchmarks/RESULTS"}
-    assert all(f"   {page}\n" in index() for page in named)
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+    files = [path for path in files if path not in (CONTENTS, ROOT / "README.md")]
+    assert set(named) == {str(path.relative_to(ROOT).with_suffix("")) for path in files}
+    doors = {door: door_page(door) for door in DOORS}
+    assert all(sum(f"\n{page}\n" in each for each in doors.values()) == 1 for page in named)
+    assert all(len(re.findall(r"^- \[", each, flags=re.M)) for each in doors.values())
 
 
-def test_the_reference_has_each_public_name() -> None:
-    text = reference()
-    assert ".. autoclass:: steepest.DistributedSGD\n   :members:\n" in text
-    assert ".. autofunction:: steepest.run\n" in text
-    assert text.count(".. auto") == len(steepest.__all__)
+def test_the_front_page_is_the_readmes_first_screen() -> None:
+    page = front_page(README)
+    first = README.split("\n\n")[1]
+    assert first in page
+    assert re.search(r"```sh\n.*pip install.*\n```", page)
+    assert re.findall(r"^!\[.*$", README, flags=re.MULTILINE)[0] in page
+    assert [door for door in DOORS if f"**[{door}](" in page] == [*DOORS]
 
 
-def test_what_sphinx_reads_lies_as_in_the_repository(tmp_path: Path) -> None:
-    stage(tmp_path)
-    for page in (
-        "README.md",
-        "docs/howto/guide.md",
-        "docs/worker_dies.png",
-        "benchmarks/RESULTS.md",
-    ):
-        assert (tmp_path / page).read_bytes() == (ROOT / page).read_bytes()
-    settings: dict[str, object] = {}
-    lines = (tmp_path / "conf.py").read_text().splitlines()
-    plain = "\n".join(line for line in lines if "lexers" not in line)  # needs no Sphinx
-    exec(compile(plain, "conf.py", "exec"), settings)
-    assert settings["version"] == steepest.__version__
+def test_each_public_name_has_a_page() -> None:
+    names = [name for group in GROUPS.values() for name in group]
+    assert len(names) == len(set(names))
+    assert set(names) == set(steepest.__all__) - {"JaxModel"}  # which needs its extra
+    pages = name_pages()
+    assert ".. autoclass:: DistributedSGD\n   :members:\n" in pages["DistributedSGD.rst"]
+    assert ".. autofunction:: run\n" in pages["run.rst"]
+    assert len(pages) == len(names) + len(MODULES)
 
 
-def test_each_link_of_a_page_leads_to_what_the_site_has(tmp_path: Path) -> None:
-    stage(tmp_path)
-    for page in tmp_path.rglob("*.md"):
+def test_what_sphinx_reads_lies_as_in_the_repository(staged: Path) -> None:
+    for page in ("CHANGELOG.md", "docs/worker_dies.png", "benchmarks/RESULTS.md"):
+        assert (staged / page).read_bytes() == (ROOT / page).read_bytes()
+
+
+def test_each_link_of_a_page_leads_to_what_the_site_has(staged: Path) -> None:
+    for page in staged.rglob("*.md"):
         for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.relative_to(tmp_path)}: {link}"
+            assert (page.parent / link).exists(), f"{page.relative_to(staged)}: {link}"
+
+
+def test_the_settings_of_sphinx_name_version_and_repository() -> None:
+    found: dict[str, object] = {}
+    exec(settings("https://host/owner/name"), found)
+    assert found["version"] == steepest.__version__
+    assert steepest.__version__ in str(found["html_title"])
+    assert "https://host/owner/name" in str(found["html_theme_options"])
+
+
+def test_a_diagram_becomes_a_picture_for_light_and_one_for_dark_pages(tmp_path: Path) -> None:
+    page = "before\n```mermaid\nflowchart LR\n```\nbetween\n```mermaid\nx\n```\n"
+    found = drawn(page, tmp_path / "page.md", lambda source, theme: f"{theme} {source}")
+    assert "mermaid" not in found
+    assert found.count(":class: only-dark") == found.count(":class: only-light") == 2
+    assert found.startswith("before\n```{image} page_1_")
+    assert (tmp_path / "page_2_dark.svg").read_text() == "dark x\n"
