@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (
-    "core/protocol/coordinator", "core/protocol/closed_job", "core/engine/server", "core/engine/server_chunk",
+    "core/protocol/coordinator", "core/protocol/job_coordinator", "core/engine/server", "core/engine/server_chunk",
     "core/engine/staging_progress", "core/engine/outgoing_weights", "core/engine/early_pushes",
     "core/protocol/push_tracking", "core/data/sampler", "checkpoint/files",
 )  # fmt: skip
@@ -43,7 +43,7 @@ DECIDING = [
 ]
 FIRST = {
     "core/protocol/coordinator": DECIDING,
-    "core/protocol/closed_job": DECIDING,
+    "core/protocol/job_coordinator": DECIDING,
     "core/engine/server": [
         "server",
         "pushes",

@@ -16,12 +16,11 @@ from steepest.core.optim.several import as_one
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import CommitEach
 from steepest.core.protocol.commit_state import CommitState
-from steepest.core.protocol.coordinator import Coordinator
 from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError
 from steepest.parameter_server.arrays import ArrayTree, called, element_type, named_arrays
 from steepest.parameter_server.group import ServerGroup
-from steepest.parameter_server.open_group import OpenGroup
+from steepest.parameter_server.open_coordinator import OpenCoordinator
 
 #: Builds a torch optimizer over the parameters, given in the order of their names.
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -123,5 +122,5 @@ def _host_coordinator(group: ServerGroup, router: Router, version: int) -> None:
         witnessed=group.replication > 1,
     )
     state.go_on_from(version)
-    coordinator = Coordinator(OpenGroup(state), nonfinite=group.nonfinite)
+    coordinator = OpenCoordinator(state, group.nonfinite)
     router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))

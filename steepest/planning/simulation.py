@@ -243,7 +243,7 @@ class _Simulation:
         self._on_device, self._occupied = profile.on_device, profile.occupied
         others = [server.process for server in self._servers]
         self._processes = list(dict.fromkeys([*processes, *others]))
-        state = self._coordinator.membership.state
+        state = self._coordinator.state
         state.servers = tuple(sorted(holding))
 
     def run(self, steps: int, until: int | None = None) -> None:
@@ -257,7 +257,7 @@ class _Simulation:
         with _uncollected():
             ended = self._events.run()
         if not ended:
-            doing = self._coordinator.membership.doing()
+            doing = self._coordinator.doing()
             raise DeadlineError(f"the simulated job comes to a halt: the coordinator {doing}")
 
     def end(self) -> None:
@@ -279,14 +279,14 @@ class _Simulation:
     def _decide(self, peer: Peer, message: Message) -> None:
         decided = self._coordinator.decide(peer, message)
         self._carry_out(decided + self._coordinator.settle())
-        state = self._coordinator.membership.state
+        state = self._coordinator.state
         if state.makes_rounds:
             self._look()
 
     def _look(self) -> None:
         """Tell the coordinator the time, now and when a round has waited long enough."""
         self._tick()
-        if grace := getattr(self._coordinator.membership.state.rule, "grace", 0.0):
+        if grace := getattr(self._coordinator.state.rule, "grace", 0.0):
             self._events.at(self._events.now + grace, self._tick)
 
     def _tick(self) -> None:

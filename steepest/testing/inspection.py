@@ -11,8 +11,8 @@ from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import Peer
-from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.protocol.push_tracking import SequenceSet, StagedEach, StagedTogether, Staging
 from steepest.core.transport.router import Role, Router
 from steepest.core.transport.sockets import WireTransport
@@ -36,7 +36,7 @@ def exchange_of(worker: Worker) -> Exchange:
 
 def log_of(coordinator: Coordinator) -> list[Commit]:
     """Return the commits of a coordinator that keeps a log."""
-    return [Commit.from_entry(entry) for entry in coordinator._state.history.page(0)["log"]]
+    return [Commit.from_entry(entry) for entry in coordinator.state.history.page(0)["log"]]
 
 
 def gradient_of(worker: Worker) -> torch.Tensor:
@@ -82,8 +82,8 @@ def puts_of(server: Server) -> int:
 def undecided(of: Coordinator | Staging) -> int:
     """Return the number of pushes that were announced and are neither committed nor dropped."""
     if isinstance(of, Coordinator):
-        reports = of.membership._step._reports if isinstance(of.membership, ClosedJob) else ()
-        return undecided(of._state.staging) + len(reports)
+        reports = of._step._reports if isinstance(of, JobCoordinator) else ()
+        return undecided(of.state.staging) + len(reports)
     if isinstance(of, StagedTogether):
         return len(of._reports) + len(of._servers)
     assert isinstance(of, StagedEach)
@@ -104,6 +104,6 @@ def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
     """Return the workers with pushes that are remembered as committed or dropped."""
     if isinstance(of, Server):
         return {worker for worker, _ in of._intake._done._counted}
-    staging = of._state.staging if isinstance(of, Coordinator) else of
+    staging = of.state.staging if isinstance(of, Coordinator) else of
     assert isinstance(staging, StagedEach)
     return {worker for worker, _ in staging._closed._counted}

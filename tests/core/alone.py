@@ -18,12 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Tests of the core's roles, and of rules and parts of them that need nothing else.
 TESTS = [
-    "tests/core", "tests/data/test_sampler.py", "tests/protocol/test_coordinator.py", "tests/tensors/test_layout.py",
+    "tests/core", "tests/data/test_sampler.py", "tests/protocol/test_coordinator.py", "tests/protocol/test_scripts.py",
+    "tests/tensors/test_layout.py",
     "tests/transport/test_router.py",
 ]  # fmt: skip
 PARTS = [
     "steepest/__init__.py", "steepest/errors.py", "steepest/lazy.py", "steepest/validation.py",
-    "steepest/core", "tests/hand_moved_clock.py", *TESTS,
+    "steepest/core", "tests/hand_moved_clock.py", "tests/protocol/script.py", "tests/protocol/scripts", *TESTS,
 ]  # fmt: skip
 #: What the package may import there.
 LIBRARIES = ["steepest", "torch", "numpy", "msgpack"]

@@ -293,7 +293,7 @@ def test_a_lost_server_is_named_and_nothing_waits_for_it(server: int) -> None:
         with pytest.raises(PeerLostError, match=f"server {server} is gone"):
             ask()
     cluster.network.run_until(
-        lambda: cluster.coordinator.membership.losses.keys() == {server_peer(server)},
+        lambda: cluster.coordinator.losses.keys() == {server_peer(server)},
         "the coordinator to see it",
     )
     assert cluster.coordinator.version == 3
@@ -407,7 +407,7 @@ def test_a_client_that_leaves_is_no_loss_for_the_job() -> None:
     cluster = make()
     cluster.disconnect(Peer("client", 0))
     cluster.network.settle()
-    assert not cluster.coordinator.membership.losses
+    assert not cluster.coordinator.losses
 
 
 def test_an_install_without_all_members_is_refused_at_once() -> None:

@@ -17,10 +17,10 @@ from steepest.core.engine.commit_log import Commit, CommitLog
 from steepest.core.messages.driver import Failure
 from steepest.core.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.core.optim.spec import Schedule
-from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_rules import CommitEach
 from steepest.core.protocol.commit_state import CommitState
-from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.coordinator import Updates
+from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.errors import ConfigurationError
 from steepest.observe.results import StepResult
 from steepest.strategies.parameter_server import ParameterServerStrategy
@@ -572,7 +572,7 @@ def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_n
 @pytest.mark.parametrize("rule", [CommitEach(), CommitEach(lead=0)])
 def test_who_has_not_joined_is_awaited(rule: CommitEach) -> None:
     state = CommitState(members=frozenset({0, 1}), servers=(0,), holding=frozenset({0}), rule=rule)
-    coordinator = Coordinator(ClosedJob(state, step_timeout=10.0), lambda step: [{}])
+    coordinator = JobCoordinator(state, Updates(lambda step: [{}]), step_timeout=10.0)
     coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     coordinator.handle(("client", 0), Message(Kind.ASK, sequence=1, meta={"steps": 1}))  # type: ignore[arg-type]
     assert coordinator.tick(0.0) == []

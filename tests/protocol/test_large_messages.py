@@ -23,11 +23,11 @@ from steepest.core.messages.message import (
 )
 from steepest.core.optim.spec import OptimizerSpec, Schedule
 from steepest.core.protocol import history
-from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_rules import CommitAll, CommitEach, CommitRule
 from steepest.core.protocol.commit_state import CommitState, Outgoing
-from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.coordinator import Coordinator, Updates
 from steepest.core.protocol.history import CommitHistory
+from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.transport.frames import MAX_META, encode, encode_meta
 from steepest.errors import ConfigurationError, MessageTooLargeError
 from steepest.testing import InProcessCluster, replay
@@ -113,7 +113,7 @@ def large(rule: CommitRule, servers: int) -> Coordinator:
         keep_log=True,
         witnessed=True,
     )
-    return Coordinator(ClosedJob(state, step_timeout=60.0, replaces=True), schedule.at)
+    return JobCoordinator(state, Updates(schedule.at), step_timeout=60.0, replaces=True)
 
 
 def largest(out: Outgoing, seen: Counter[str]) -> None:

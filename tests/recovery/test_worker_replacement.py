@@ -112,7 +112,7 @@ def test_who_has_a_gradient_of_weights_that_were_replaced_meanwhile_computes_it_
 
     cluster = doomed("sync", [(1, Kind.PUSH, 5)])
     cluster.on_left = lambda worker: None  # nobody comes for now
-    joined = cluster.coordinator.membership.joined
+    joined = cluster.coordinator.joined
     cluster.client.ask(9, True)
     cluster.network.run_until(lambda: len(joined) < 3, "its death")
     settle(cluster)

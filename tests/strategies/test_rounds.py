@@ -91,8 +91,8 @@ def test_each_computes_as_much_as_its_pace_allows(
         keep_log=True,
         shuffle=shuffle,
     )
-    cluster.coordinator._state.history.paces = told = dict(enumerate(paces[:workers]))
-    cluster.coordinator._state.history.add_timings = lambda *_: None  # type: ignore[method-assign]
+    cluster.coordinator.state.history.paces = told = dict(enumerate(paces[:workers]))
+    cluster.coordinator.state.history.add_timings = lambda *_: None  # type: ignore[method-assign]
     results = cluster.step(12)
     assert [result.step for result in results] == list(range(1, 13))
     log, found = cluster.log(), cluster.weights()

@@ -74,7 +74,7 @@ class CoordinatorRole:
 
     def doing(self) -> Status:
         """Return what the coordinator waits for; seconds are those at the last `tick`."""
-        return self.coordinator.membership.doing()
+        return self.coordinator.doing()
 
     def _results_are_due(self) -> bool:
         """Return whether results leave now, rather than with those of the steps after them."""

@@ -26,9 +26,9 @@ from steepest.core.models.protocol import Model
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import Schedule
 from steepest.core.protocol.audits import Audits
-from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_state import CommitState
-from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.coordinator import Updates
+from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.protocol.rates import with_rates
 from steepest.core.system import system
 from steepest.core.tensors.codec import Codec
@@ -103,7 +103,7 @@ def build_replicas(
     return replicas
 
 
-def make_coordinator(job: Job) -> Coordinator:
+def make_coordinator(job: Job) -> JobCoordinator:
     """Return the coordinator of a job, whose messages someone else carries."""
     chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
     state = CommitState(
@@ -122,15 +122,7 @@ def make_coordinator(job: Job) -> Coordinator:
         # under local SGD the rates are those of the workers' own optimizers
         return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
 
-    return Coordinator(
-        ClosedJob(
-            state,
-            step_timeout=job.step_timeout,
-            replaces=job.workers_are_replaced,
-            reloads=job.passes_weights,
-            audits=Audits() if job.audit else None,
-            replaces_wrong=job.audit_replaces,
-        ),
+    updates = Updates(
         hyperparameters,
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clips_updates,
@@ -139,9 +131,18 @@ def make_coordinator(job: Job) -> Coordinator:
         clock=system().time if job.stores is not None and job.stores.keeps_time else None,
         groups=[hyper for _, hyper in job.server_spec.groups],
     )
+    return JobCoordinator(
+        state,
+        updates,
+        step_timeout=job.step_timeout,
+        replaces=job.workers_are_replaced,
+        reloads=job.passes_weights,
+        audits=Audits() if job.audit else None,
+        replaces_wrong=job.audit_replaces,
+    )
 
 
-def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
+def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> JobCoordinator:
     """Host the coordinator in this process; for `pause` see `CoordinatorRole`."""
     if grace := job.strategy.grace:
         router.tick_within(grace / _LOOKS)

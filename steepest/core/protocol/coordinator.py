@@ -1,11 +1,16 @@
-"""The coordinator: decides what is committed. Events in, messages out; no I/O, no tensors."""
+"""The coordinator: decides what is committed. Events in, messages out; no I/O, no tensors.
+
+`Coordinator` stages, commits, drops and refuses. Its two variants know who may push, and what they are granted and
+answered: that of a job, with numbered workers (`job_coordinator`), and that of a parameter server by itself.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from steepest.core.messages import driver
 from steepest.core.messages.gradients import (
@@ -20,8 +25,7 @@ from steepest.core.messages.message import Kind, Message, Peer, server_peer
 from steepest.core.messages.snapshots import Read, Snapshot
 from steepest.core.protocol.agreement import UnlikeError, agreed
 from steepest.core.protocol.commit_rules import Staged
-from steepest.core.protocol.commit_state import Outgoing
-from steepest.core.protocol.membership import Made, Membership
+from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.push_tracking import (
     MOST_CULPRITS,
     Reports,
@@ -31,17 +35,19 @@ from steepest.core.protocol.push_tracking import (
 )
 from steepest.core.protocol.rates import with_rates
 from steepest.core.protocol.sample_leases import Ledger
+from steepest.core.status import Status
 from steepest.errors import ProtocolError, describe_error
 
+#: (worker, sequence) of the workers that are sent new weights, and of the push that these answer;
+#: sequence 0 where they answer none.
+Readers = list[list[int]]
 
-class Coordinator:
-    """Decides which staged pushes become versions, and orders reads between them.
 
-    Its membership decides which processes may push, and what they are granted and answered. Methods
-    are called on the thread of the process' router, and return the messages to send, in order.
+@dataclass(frozen=True)
+class Updates:
+    """What an update makes of gradients.
 
-    Args:
-        membership: a `ClosedJob` of numbered workers, or an `OpenGroup` of users.
+    Attributes:
         hyperparameters: returns the hyperparameters of a step that differ from the servers' own, by
             parameter group, unless a worker's report has them.
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
@@ -52,70 +58,80 @@ class Coordinator:
         groups: the servers' own hyperparameters, by parameter group, for errors.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        hyperparameters: Callable[[int], list[dict[str, Any]]] = lambda step: [],
-        *,
-        nonfinite: str = "refuse",
-        clip_norm: float | None = None,
-        sums: bool = False,
-        scale_rate: bool = False,
-        clock: Callable[[], float] | None = None,
-        groups: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self._clock, self._groups = clock, groups
-        self.membership = membership
-        self._state = membership.state
-        self._hyperparameters = hyperparameters
-        self._nonfinite = nonfinite
-        self._clip_norm = clip_norm
-        self._scale_rate = scale_rate
-        self._sums = sums
+    hyperparameters: Callable[[int], list[dict[str, Any]]] = lambda step: []
+    nonfinite: str = "refuse"
+    clip_norm: float | None = None
+    sums: bool = False
+    scale_rate: bool = False
+    clock: Callable[[], float] | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+
+
+class Made(NamedTuple):
+    """The pushes of which a version was made."""
+
+    pushes: tuple[Staged, ...]  # in the order in which they are added up
+    reports: Reports  # of these, by worker
+    staleness: Mapping[int, int]  # of these, by worker
+    norm: float | None  # of the gradient; None where it is not known
+    skipped: bool  # whether the version leaves them out, because of NaN or infinity
+    versions: int = 1  # as how many versions it counts
+
+
+class Coordinator(ABC):
+    """Decides which staged pushes become versions, and orders reads between them.
+
+    Methods are called on the thread of the process' router, and return the messages to send, in order.
+
+    Args:
+        state: versions and staged pushes.
+        updates: what becomes of gradients.
+
+    Attributes:
+        limit: the version up to which steps are granted; 0 where nobody asks for steps.
+        torn: about the server whose optimizer raised in a committed update, as the fields of a `Failure`; None while
+            servers are whole. Nothing is committed meanwhile.
+    """
+
+    def __init__(self, state: CommitState, updates: Updates) -> None:
+        self.state = state
+        self.limit = 0
+        self.torn: Mapping[str, Any] | None = None
+        self._updates = updates
         self._requests: dict[
             Peer, int
         ] = {}  # the last of each client, none of which is taken twice
         # By reader: its request to read a version that is not committed yet.
         self._waiting: dict[Peer, Read] = {}
-        self._now = -math.inf  # as the caller told it last
+        self._now = math.inf  # until the caller first tells the time
         # the generation and version whose pushes are enough, and since when; infinity until the time is told
         self._enough: tuple[tuple[int, int], float] = (-1, -1), math.inf
 
     @property
     def version(self) -> int:
         """Number of updates committed."""
-        return self._state.version
+        return self.state.version
 
     @property
     def generation(self) -> int:
         """Number of the present membership."""
-        return self._state.generation
-
-    @property
-    def limit(self) -> int:
-        """The version up to which steps are granted."""
-        return self.membership.limit
+        return self.state.generation
 
     @property
     def logged(self) -> float:
         """The newest version that clients may learn of; infinity for all."""
-        return self._state.logged
+        return self.state.logged
 
     @property
     def holding(self) -> frozenset[int]:
         """The servers that hold trainable chunks, whose weights workers wait for after a commit."""
-        return self._state.staging.holding
+        return self.state.staging.holding
 
     # -- events --------------------------------------------------------------------------------
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, see `decide` and `settle`."""
         return self.settle() + self.decide(source, message) + self.settle()
-
-    def settle(self) -> Outgoing:
-        """Return the results of the steps committed since the last call, and count their pushes."""
-        # No process waits for this: servers and workers may be sent their messages before.
-        return self.membership.settle()
 
     def decide(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, but for what `settle` returns then.
@@ -129,18 +145,18 @@ class Coordinator:
         """
         match message.kind:
             case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if (
-                source.index not in self._state.servers
+                source.index not in self.state.servers
             ):
                 raise ProtocolError(f"{source} is not a server of this job")
             case Kind.REPORT | Kind.PUSHED:
-                return self._decide() if self.membership.report(source, message) else []
+                return self._decide() if self._report(source, message) else []
             case Kind.VERSION_STAGED:
                 return self._version_staged(source.index, VersionStaged.unpack(message))
             case Kind.PUSH_STAGED:
                 return self._push_staged(source.index, PushStaged.unpack(message))
             case Kind.LOGGED:
-                self._state.confirm(Logged.unpack(message).version)
-                return self.membership.known()
+                self.state.confirm(Logged.unpack(message).version)
+                return self._known()
             case Kind.READ:
                 return self._read(source, Read.unpack(message))
             case Kind.READ_COUNTERS:
@@ -150,17 +166,18 @@ class Coordinator:
             case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL:
                 return self._request(source, message)
             case _:
-                return self.membership.handle(source, message)
+                return self._take(source, message)
 
     def tick(self, now: float) -> Outgoing:
         """Act on the passing of time; `now`: seconds on a clock of the caller's own, which does not go back."""
-        state, behind = self._state, self._state.schedule_behind
-        out = self.settle() + self.membership.tick(now)
+        state, behind = self.state, self.state.schedule_behind
+        self._now = now
+        out = self.settle() + self._tick()
         if behind:
             out += self._decide() if state.reach_schedule() else []
         elif state.makes_rounds:
             position, since = self._enough
-            self._now, self._enough = now, (position, min(since, now))
+            self._enough = position, min(since, now)
             out += self._decide()
         return out + self.settle()
 
@@ -168,21 +185,92 @@ class Coordinator:
         """Act on the loss of a peer, whose channel closed for that reason."""
         self._requests.pop(peer, None)
         self._waiting.pop(peer, None)
-        return self.settle() + self.membership.lost(peer, reason)
+        return self.settle() + self._lost(peer, reason)
 
     def _request(self, client: Peer, message: Message) -> Outgoing:
         """Carry out a client's request, unless it is a copy of one that was."""
         if message.sequence <= self._requests.get(client, 0):
             return []
-        out = self.membership.handle(client, message)
+        out = self._take(client, message)
         self._requests[client] = message.sequence
         return out
+
+    # -- who may push, and what they are answered ----------------------------------------------
+
+    @abstractmethod
+    def doing(self) -> Status:
+        """Return what is waited for; any thread may ask while decisions are made."""
+
+    def settle(self) -> Outgoing:
+        """Return the results of the steps committed since the last call, and count their pushes."""
+        # No process waits for this: servers and workers may be sent their messages before.
+        return []
+
+    @abstractmethod
+    def _take(self, source: Peer, message: Message) -> Outgoing:
+        """Act on a message about membership or steps; a client's request comes here once, however often it was sent.
+
+        Raises:
+            ProtocolError: none that this coordinator takes.
+        """
+
+    @abstractmethod
+    def _report(self, source: Peer, message: Message) -> bool:
+        """Stage the report of a push; return whether it may complete one.
+
+        Raises:
+            ProtocolError: it contradicts what is known.
+        """
+
+    @abstractmethod
+    def _lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Act on the loss of a peer, whose channel closed for `reason`."""
+
+    def _tick(self) -> Outgoing:
+        """Give up overdue steps."""
+        return []
+
+    @abstractmethod
+    def _is_over(self, worker: int, incarnation: int) -> bool:
+        """Return whether the process that made a push is no member any more."""
+
+    @abstractmethod
+    def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
+        """Take note that pushes became the present version.
+
+        Returns:
+            The workers that are sent the new weights, and the messages to send after the commit.
+        """
+
+    def _known(self) -> Outgoing:
+        """Return the answers that waited until another server knows their version, and are due."""
+        return []
+
+    @abstractmethod
+    def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+        """Take note that pushes will never be committed; return as `_committed`."""
+
+    def _audit(self) -> tuple[Outgoing, bool]:
+        """Compare what workers report of a step, which is staged; return messages, and whether it may be committed."""
+        return [], True
+
+    @abstractmethod
+    def _refuse(
+        self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]
+    ) -> Outgoing:
+        """Commit none of some pushes, which are not staged any more afterwards.
+
+        Args:
+            pushes: that the rule chose for the next version.
+            reason: "nonfinite", "schedule", "unlike", or "optimizer" for `torn`.
+            about: the fields of a `Failure` that say more.
+        """
 
     # -- reads ---------------------------------------------------------------------------------
 
     def _read(self, source: Peer, read: Read) -> Outgoing:
         """Order a snapshot between two commits, so that all servers send one version."""
-        state = self._state
+        state = self.state
         if read.at > state.version:
             self._waiting[source] = read
             return []
@@ -205,14 +293,14 @@ class Coordinator:
 
     def _reads_due(self) -> Outgoing:
         """Order the snapshots whose version has just been committed."""
-        due = {peer: read for peer, read in self._waiting.items() if read.at <= self._state.version}
+        due = {peer: read for peer, read in self._waiting.items() if read.at <= self.state.version}
         for peer in due:
             del self._waiting[peer]
         return [order for peer, read in due.items() for order in self._read(peer, read)]
 
     def _counters(self, sequence: int) -> driver.Counters:
         """Return the answer to a request for counters."""
-        state = self._state
+        state = self.state
         ledger = state.leases.ledger
         if not state.leases_samples:
             ledger = Ledger(state.step * state.pushes_per_step)
@@ -227,36 +315,36 @@ class Coordinator:
 
     def _log_page(self, read: driver.ReadLog) -> driver.LogPage:
         """Return the page of the log that a request asks for."""
-        return driver.LogPage(read.sequence, **self._state.history.page(read.first))
+        return driver.LogPage(read.sequence, **self.state.history.page(read.first))
 
     # -- stage and commit ----------------------------------------------------------------------
 
     def _version_staged(self, server: int, staged: VersionStaged) -> Outgoing:
         """Take note that a server has reduced the gradients of all members for the next version."""
-        if not isinstance(self._state.staging, StagedTogether):
+        if not isinstance(self.state.staging, StagedTogether):
             raise ProtocolError("VERSION_STAGED under a rule that commits pushes one by one")
-        if not self._state.is_current(staged.generation, staged.version):
+        if not self.state.is_current(staged.generation, staged.version):
             return []
-        self._state.staging.staged(server, staged)
+        self.state.staging.staged(server, staged)
         return self._decide()
 
     def _push_staged(self, server: int, staged: PushStaged) -> Outgoing:
         """Take note that a server has staged a push; discard one of a process that is no member."""
-        state = self._state
+        state = self.state
         if not isinstance(state.staging, StagedEach):
             raise ProtocolError(
                 "PUSH_STAGED under a rule that commits all pushes of a version together"
             )
         if not state.is_current(staged.generation, staged.pulled):
             return []
-        if self.membership.is_over(staged.worker, staged.incarnation):
+        if self._is_over(staged.worker, staged.incarnation):
             return state.to_servers(Discard(state.generation, state.version, (staged.push,)))
         state.staging.staged(server, staged)
         return self._decide()
 
     def _decide(self) -> Outgoing:
         """Commit, drop or refuse every complete push that the rule decides on."""
-        state = self._state
+        state = self.state
         out: Outgoing = []
         while (complete := state.staging.complete()) and state.reach_schedule():
             chosen, late, grace = state.decide(complete)
@@ -264,15 +352,15 @@ class Coordinator:
                 out += self._drop(late)
             if not chosen or (grace and not self._has_waited(grace)):
                 break
-            told, may_commit = self.membership.audit()
+            told, may_commit = self._audit()
             out += told
             if not may_commit:
                 break
             skip = state.staging.overflowed()
-            culprits = [] if self._nonfinite == "pass" else state.staging.culprits(chosen)
-            if culprits and self._nonfinite == "refuse" and not skip:
+            culprits = [] if self._updates.nonfinite == "pass" else state.staging.culprits(chosen)
+            if culprits and self._updates.nonfinite == "refuse" and not skip:
                 about = {"culprits": culprits[:MOST_CULPRITS]}
-                out += self.membership.refuse(chosen, "nonfinite", about)
+                out += self._refuse(chosen, "nonfinite", about)
             else:
                 out += self._commit(chosen, skip=skip or bool(culprits))
         return out
@@ -280,7 +368,7 @@ class Coordinator:
     def _has_waited(self, grace: float) -> bool:
         """Return whether the pushes of the next version have been enough for so many seconds."""
         position, since = self._enough
-        now = self._state.generation, self._state.version
+        now = self.state.generation, self.state.version
         if position != now:
             self._enough = now, math.inf
             return False
@@ -288,39 +376,37 @@ class Coordinator:
 
     def _commit(self, pushes: tuple[Staged, ...], *, skip: bool) -> Outgoing:
         """Make pushes the next version, or a version that changes nothing (`skip`)."""
-        state = self._state
-        if (torn := self.membership.torn) is not None:
-            return self.membership.refuse(pushes, "optimizer", torn)
+        state = self.state
+        if (torn := self.torn) is not None:
+            return self._refuse(pushes, "optimizer", torn)
         staleness = {push.worker: state.version - push.pulled for push in pushes}
-        rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
+        rate = 1.0 / max(1, *staleness.values()) if self._updates.scale_rate else 1.0
         norm = state.staging.norm(pushes)
         reports = state.staging.take(pushes)
         try:
-            told, own_clip = agreed(reports, self._groups, needs_all=state.needs_all)
+            told, own_clip = agreed(reports, self._updates.groups, needs_all=state.needs_all)
             hyper = (
-                self._hyperparameters(state.step)
+                self._updates.hyperparameters(state.step)
                 if told is None
                 else with_rates(told, state.rates, state.step)
             )
         except UnlikeError as error:
-            return self.membership.refuse(pushes, "unlike", {"why": str(error)})
+            return self._refuse(pushes, "unlike", {"why": str(error)})
         except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
-            return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
-        clip, most = 1.0, own_clip or self._clip_norm
+            return self._refuse(pushes, "schedule", {**describe_error(error)})
+        clip, most = 1.0, own_clip or self._updates.clip_norm
         if most is not None and not skip:
             assert norm is not None, "neither jobs nor reports ask for clipping under such a rule"
             clip = clip_factor(norm, most)
-        if self._sums:
+        if self._updates.sums:
             clip *= math.fsum(r.total for r in reports.values() if isinstance(r, Report))
         made = state.made_by(pushes)
         parts = {r.fragment for r in reports.values() if isinstance(r, Report)}
-        clock = 0 if self._clock is None else int(self._clock())
+        clock = 0 if self._updates.clock is None else int(self._updates.clock())
         entry = self._entry((made, clock), pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance(made)
-        readers, answers = self.membership.committed(
-            Made(pushes, reports, staleness, norm, skip, made)
-        )
+        readers, answers = self._committed(Made(pushes, reports, staleness, norm, skip, made))
         commit = CommitOrder(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,
@@ -343,7 +429,7 @@ class Coordinator:
     ) -> list[Any]:
         """Return the log's entry of a commit; `last`: as how many versions it counts, and its clock."""
         # see `steepest.core.engine.commit_log.Commit.from_entry`
-        state, (made, clock) = self._state, last
+        state, (made, clock) = self.state, last
         entries: list[list[Any]] = []
         for push in pushes:
             share: int | list[int] | None = push.pulled * state.pushes_per_step + push.worker
@@ -365,9 +451,9 @@ class Coordinator:
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
         """Discard pushes that will never be committed; their workers go on with new weights."""
-        state = self._state
+        state = self.state
         state.staging.take(pushes)
         state.history.count_dropped(len(pushes))
-        readers, grants = self.membership.dropped(pushes)
+        readers, grants = self._dropped(pushes)
         ids = tuple(push.id for push in pushes)
         return state.to_servers(Discard(state.generation, state.version, ids, readers)) + grants

@@ -1,4 +1,4 @@
-"""The membership of a parameter server by itself: users push, nothing is leased or granted."""
+"""The coordinator of a parameter server by itself: users push, nothing is leased or granted."""
 
 from __future__ import annotations
 
@@ -14,41 +14,31 @@ from steepest.core.messages.snapshots import Install, Installed, InstallPut
 from steepest.core.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
 from steepest.core.protocol.commit_rules import Staged
 from steepest.core.protocol.commit_state import CommitState, Outgoing
-from steepest.core.protocol.membership import Made, Readers
+from steepest.core.protocol.coordinator import Coordinator, Made, Readers, Updates
 from steepest.core.protocol.push_tracking import StagedEach
 from steepest.core.status import Status
 from steepest.errors import ProtocolError, described_by, listed
 
 
-class OpenGroup:
+class OpenCoordinator(Coordinator):
     """Users that come and leave, and know nothing of each other.
 
-    `Membership` describes the methods that the coordinator calls. A user speaks as a worker whose
-    index the servers do not know beforehand.
+    A user speaks as a worker whose index the servers do not know beforehand.
 
     Args:
         state: without members, and with a rule that commits each push by itself and drops none.
+        nonfinite: "refuse", "skip" or "pass" updates with NaN or infinity.
     """
 
-    def __init__(self, state: CommitState) -> None:
+    def __init__(self, state: CommitState, nonfinite: str) -> None:
         assert isinstance(state.staging, StagedEach)
-        self.state = state
-        self.torn: Mapping[str, Any] | None = None
+        super().__init__(state, Updates(nonfinite=nonfinite))
         self._installed = 0  # the version that a client installed last
         self._staging = state.staging
         # Answers that wait until another server knows the version, oldest first.
-        self._waiting: deque[tuple[int, Peer, Message]] = deque()
+        self._answers: deque[tuple[int, Peer, Message]] = deque()
 
-    @property
-    def limit(self) -> int:
-        """The present version: no client asks for steps."""
-        return self.state.version
-
-    def audit(self) -> tuple[Outgoing, bool]:
-        """Return no messages, and that all may be committed: users compute nothing."""
-        return [], True
-
-    def handle(self, source: Peer, message: Message) -> Outgoing:
+    def _take(self, source: Peer, message: Message) -> Outgoing:
         """Act on USER_LEFT or FAILED of a server, or INSTALL of a client."""
         match message.kind:
             case Kind.FAILED if source.index in self.state.servers:
@@ -63,8 +53,8 @@ class OpenGroup:
                     f"from {source}"
                 )
 
-    def report(self, source: Peer, message: Message) -> bool:
-        """Stage PUSHED of a user, see `Membership.report`."""
+    def _report(self, source: Peer, message: Message) -> bool:
+        """Stage PUSHED of a user."""
         if message.kind is not Kind.PUSHED:
             raise ProtocolError(
                 f"the coordinator of a parameter server takes no report of {source}"
@@ -77,7 +67,7 @@ class OpenGroup:
         self._staging.report(PushId(source.index, 0, pushed.sequence), pushed)
         return True
 
-    def lost(self, peer: Peer, reason: str) -> Outgoing:
+    def _lost(self, peer: Peer, reason: str) -> Outgoing:
         """Discard what a lost user cannot complete, or everything when a server is lost."""
         if peer.role == "worker":
             return self._abandon(peer.index, None)
@@ -87,12 +77,8 @@ class OpenGroup:
         state.begin_generation(())
         return state.to_servers(Members(state.generation, state.version, [], reload=True))
 
-    def tick(self, now: float) -> Outgoing:
-        """Return nothing: users keep their own deadlines."""
-        return []
-
     def doing(self) -> Status:
-        """Return which pushes are not complete, see `Membership.doing`."""
+        """Return which pushes are not complete."""
         version, open_ = self.state.version, self._staging.awaited_by_push()
         if not open_:
             return Status(f"waits for pushes; version {version} is committed")
@@ -102,11 +88,11 @@ class OpenGroup:
         ]
         return Status(f"waits to commit version {version + 1}: {listed(words)}")
 
-    def is_over(self, worker: int, incarnation: int) -> bool:
+    def _is_over(self, worker: int, incarnation: int) -> bool:
         """Return False: a user's push is committed even if the user has left since."""
         return False
 
-    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
+    def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Answer each user: with the new weights if it asked for them, else with the version.
 
         Where servers have copies, each is answered with the version, and only when it is known to another
@@ -125,28 +111,26 @@ class OpenGroup:
         return readers, answers
 
     def _when_known(self, peer: Peer, answer: Message) -> Outgoing:
-        """Return an answer about the present version, or keep it until `known`."""
+        """Return an answer about the present version, or keep it until `_known`."""
         if self.state.version <= self.state.logged:
             return [(peer, answer)]
-        self._waiting.append((self.state.version, peer, answer))
+        self._answers.append((self.state.version, peer, answer))
         return []
 
-    def known(self) -> Outgoing:
+    def _known(self) -> Outgoing:
         """Return the answers about versions that another server knows now."""
         found: Outgoing = []
-        while self._waiting and self._waiting[0][0] <= self.state.logged:
-            found.append(self._waiting.popleft()[1:])
+        while self._answers and self._answers[0][0] <= self.state.logged:
+            found.append(self._answers.popleft()[1:])
         return found
 
-    def settle(self) -> Outgoing:
-        """Return no messages: users take no steps."""
-        return []
-
-    def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+    def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Fail: no message tells a user of a dropped push, so the rule must drop none."""
         raise AssertionError(f"the rule of an open group dropped {pushes}")
 
-    def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
+    def _refuse(
+        self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]
+    ) -> Outgoing:
         """Have servers discard pushes, and send each user why: NaN or infinity, or servers that are of no version."""
         assert reason in ("nonfinite", "optimizer"), reason
         self._staging.take(pushes)

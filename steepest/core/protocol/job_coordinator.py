@@ -1,4 +1,4 @@
-"""The membership of a training job: numbered workers that join, are replaced and get steps."""
+"""The coordinator of a training job: numbered workers that join, are replaced and get steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from steepest.core.messages.snapshots import Install, Installed, Refused
 from steepest.core.protocol.audits import Audits
 from steepest.core.protocol.commit_rules import CommitQuorum, Staged, knows_norms
 from steepest.core.protocol.commit_state import CommitState, Outgoing
-from steepest.core.protocol.membership import Made, Readers
+from steepest.core.protocol.coordinator import Coordinator, Made, Readers, Updates
 from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach, StagedTogether
 from steepest.core.protocol.step_summary import OpenStep
 from steepest.core.status import Status
@@ -34,16 +34,16 @@ _AWAITED = "its successor has yet to join"
 _MOST_INSTALLS = 64  # states of clients that wait for workers to join
 
 
-class ClosedJob:
-    """The workers of one job, and the steps that a client asks of them.
+class JobCoordinator(Coordinator):
+    """The coordinator of a job: its workers, and the steps that a client asks of them.
 
-    `Membership` describes the methods that the coordinator calls. Under a rule by which every
-    member contributes to every version, workers go on by themselves up to a limit, each with its
-    own share of the samples. Under any other, each push begins with a LEASE of the next free share
-    to its worker.
+    Under a rule by which every member contributes to every version, workers go on by themselves up
+    to a limit, each with its own share of the samples. Under any other, each push begins with a
+    LEASE of the next free share to its worker.
 
     Args:
         state: with the indices of the workers that must join before the first step.
+        updates: what becomes of gradients.
         step_timeout: seconds after which an open step is given up.
         replaces: whether a lost worker is waited for, because another process will join in its
             place; otherwise the loss is a failure.
@@ -51,11 +51,16 @@ class ClosedJob:
             not come any more.
         audits: compares gradients of audited steps; None without such.
         replaces_wrong: whether a step is committed only when a worker that computes wrongly has a successor.
+
+    Attributes:
+        joined: indices of the workers that have joined and are not lost.
+        losses: the workers and servers that are lost and not replaced, each with the reason.
     """
 
     def __init__(
         self,
         state: CommitState,
+        updates: Updates,
         *,
         step_timeout: float,
         replaces: bool = False,
@@ -63,12 +68,9 @@ class ClosedJob:
         audits: Audits | None = None,
         replaces_wrong: bool = False,
     ) -> None:
-        self.state = state
-        self.joined: set[int] = set()  # indices of the workers that have joined and are not lost
-        # the workers and servers that are lost and not replaced, each with the reason
+        super().__init__(state, updates)
+        self.joined: set[int] = set()
         self.losses: dict[Peer, str] = {}
-        self.limit = 0  # the version up to which steps are granted
-        self.torn: Mapping[str, Any] | None = None
         self._step_timeout = step_timeout
         self._replaces, self._reloads = replaces, reloads
         self._audits, self._replaces_wrong = audits, replaces_wrong
@@ -90,12 +92,11 @@ class ClosedJob:
             tuple[int, int, Reports, Mapping[int, int], float | None, Sequence[int]]
         ] = []
         self._since = math.inf  # when the open version was begun, on the caller's clock
-        self._now = math.inf  # until the caller first tells the time
 
     # -- events --------------------------------------------------------------------------------
 
-    def handle(self, source: Peer, message: Message) -> Outgoing:
-        """Act on a message of a worker or client, see `Membership.handle`."""
+    def _take(self, source: Peer, message: Message) -> Outgoing:
+        """Act on a message of a worker or client."""
         match message.kind:
             case Kind.JOIN:
                 self._require_member(source)
@@ -118,13 +119,13 @@ class ClosedJob:
             case _:
                 raise ProtocolError(f"the coordinator of a job does not take {message.kind.name}")
 
-    def report(self, source: Peer, message: Message) -> bool:
-        """Stage REPORT of a worker, see `Membership.report`."""
+    def _report(self, source: Peer, message: Message) -> bool:
+        """Stage REPORT of a worker."""
         self._require_member(source)
         if message.kind is not Kind.REPORT:
             raise ProtocolError(f"the coordinator of a job does not take {message.kind.name}")
         state, worker, report = self.state, source.index, Report.unpack(message)
-        if not state.is_current(report.generation, report.pulled) or self.is_over(
+        if not state.is_current(report.generation, report.pulled) or self._is_over(
             worker, report.incarnation
         ):
             return False
@@ -146,9 +147,9 @@ class ClosedJob:
         state.staging.report(push, report)
         return True
 
-    def tick(self, now: float) -> Outgoing:
-        """Give the open step up if it, or a share, is overdue, see `Membership.tick`."""
-        self._now = now
+    def _tick(self) -> Outgoing:
+        """Give the open step up if it, or a share, is overdue."""
+        now = self._now
         if self.state.schedule_behind:
             self._since = math.inf  # no worker is waited for meanwhile
             return []
@@ -174,7 +175,7 @@ class ClosedJob:
         return state.staging.awaited(overdue or sorted(absent or busy))
 
     def doing(self) -> Status:
-        """Return what the open step waits for, see `Membership.doing`."""
+        """Return what the open step waits for; seconds are those at the last `tick`."""
         state = self.state
         if absent := state.members - self.joined:
             return Status(f"waits for {listed(map(worker_peer, sorted(absent)))} to join")
@@ -188,8 +189,8 @@ class ClosedJob:
             seconds if math.isfinite(seconds) else None,
         )
 
-    def lost(self, peer: Peer, reason: str) -> Outgoing:
-        """Wait for a lost worker's successor, or fail the open step, see `Membership.lost`."""
+    def _lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Wait for a lost worker's successor, or fail the open step."""
         if peer.role == "worker" and peer.index in self.state.members:
             if self._replaces:
                 return self._end(peer.index, reason) if peer.index in self.joined else []
@@ -210,8 +211,8 @@ class ClosedJob:
 
     # -- workers that come and go --------------------------------------------------------------
 
-    def is_over(self, worker: int, incarnation: int) -> bool:
-        """Return whether a push's process is no member any more, see `Membership.is_over`."""
+    def _is_over(self, worker: int, incarnation: int) -> bool:
+        """Return whether a push's process is no member any more."""
         known = worker in self.joined and self._incarnations[worker] == incarnation
         return not (known or self.state.needs_all)
 
@@ -411,8 +412,8 @@ class ClosedJob:
         )
         return max(1, min(most, round(most * fastest / max(paces[worker], 1e-9))))
 
-    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
-        """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
+    def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
+        """Add pushes to the open step and lease the next shares."""
         state = self.state
         settled = made.reports, made.staleness, made.norm
         before, after = state.version - made.versions, [state.version] * len(made.pushes)
@@ -434,10 +435,6 @@ class ClosedJob:
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()
         return readers, out
-
-    def known(self) -> Outgoing:
-        """Return no messages: the coordinator's role holds results back."""
-        return []
 
     def settle(self) -> Outgoing:
         """Add committed pushes to their steps; return the results of whole ones."""
@@ -475,8 +472,8 @@ class ClosedJob:
         result = driver.Result(generation, version, now, **self._step.end(self._stats))
         return [] if self._client is None else [(self._client, result.pack())]
 
-    def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
-        """Let workers go on whose pushes came too late, see `Membership.dropped`."""
+    def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+        """Let workers go on whose pushes came too late."""
         # If more steps are to come their shares are free only after the next leases: a worker that is too slow for a
         # share would get it again and again.
         leases = self.state.leases
@@ -490,8 +487,8 @@ class ClosedJob:
             leases.free(shares)
         return readers, out
 
-    def audit(self) -> tuple[Outgoing, bool]:
-        """Compare the gradients of an audited step, see `Membership.audit`."""
+    def _audit(self) -> tuple[Outgoing, bool]:
+        """Compare the gradients of an audited step."""
         state = self.state
         if self._audits is None or not isinstance(state.staging, StagedTogether):
             return [], True
@@ -517,8 +514,10 @@ class ClosedJob:
 
     # -- failure -------------------------------------------------------------------------------
 
-    def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
-        """Fail the open step, see `Membership.refuse`."""
+    def _refuse(
+        self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]
+    ) -> Outgoing:
+        """Fail the open step."""
         return self._fail(reason, about)
 
     def _fail_for_loss(self) -> Outgoing:
