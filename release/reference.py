@@ -1,20 +1,33 @@
-"""The generated part of the reference: a page for each public name, and the pages that are made of the code.
+"""The generated part of the reference: settings, errors, commands and names, and a page for each public name.
 
-The pages of names are made for the site alone, where Sphinx fills in signatures and docstrings.
+    python -m release.reference        # writes docs/reference/api.md, settings.md, commands.md and errors.md
+
+These pages stand in the repository, and a test compares them with what this module makes of docstrings, signatures and
+parsers. The pages of single names are made for the site alone, where Sphinx shows whole docstrings.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
+import inspect
+import operator
 import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import steepest
+from steepest import errors
+from steepest.cli.main import make_parser
 
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 #: public names by what they are for
 GROUPS = {
     "Train a model": (
-        "DistributedSGD", "TorchModel", "LightningModel", "HuggingFaceModel", "TensorFlowModel", "accuracy",
+        "DistributedSGD", "TorchModel", "LightningModel", "HuggingFaceModel", "TensorFlowModel", "JaxModel",
+        "accuracy",
     ),
     "Train in a loop of your own": (
         "run", "RunResult", "prepare", "epochs", "register", "report", "weight", "gather", "clip_grad_norm_", "rank",
@@ -39,27 +52,141 @@ GROUPS = {
         "Table", "Embedding", "EmbeddingBag", "EmbeddingCollection", "connect", "ExportedTable", "ServedTable",
     ),
     "Shared arrays, collectives, predictions": ("ParameterServer", "ring_allreduce", "plan", "Forecast"),
-    "Protocols, to be implemented": (
+    "Protocols, for what you write yourself": (
         "Model", "Computed", "ParameterLayout", "OptimizerSpec", "Strategy", "Codec",
     ),
 }  # fmt: skip
-#: modules whose names are public, too, each with a page
-MODULES = (
-    "steepest.collectives",
-    "steepest.errors",
-    "steepest.places",
-    "steepest.tables",
-    "steepest.testing",
-)
+#: names that an extra brings, and its page: they have no docstring where it is not installed
+EXTRAS = {"JaxModel": ("jax", "../howto/from_jax.md")}
+#: modules whose names are public, too
+MODULES = ("steepest.tables", "steepest.collectives", "steepest.places", "steepest.testing")
+#: what has settings, in the order of their page
+CONFIGURED = (
+    "DistributedSGD", "DistributedSGD.fit", "ParameterServerStrategy", "AllreduceStrategy", "LocalStrategy",
+    "SimpleStrategy", "Int8", "Int4", "Int2", "TopK", "PowerSGD", "RunConfig", "FailureConfig", "DeadlineConfig",
+    "ResourceConfig", "TLSConfig", "Checkpoints",
+)  # fmt: skip
 #: groups whose classes are made by users, and asked by the library alone
 _MADE_ALONE = ("Strategies", "Settings of a job")
+#: characters of a cell, where a sentence is not longer
+_LONGEST = 280
+_MADE = "Made by `python -m release.reference`"
+
+
+def described(found: Any) -> dict[str, str]:
+    """Return what docstrings say of the arguments of a function or class, or of its base classes, by name.
+
+    Several names that share a text each have it.
+    """
+    texts: dict[str, str] = {}
+    for each in reversed(inspect.getmro(found)) if isinstance(found, type) else [found]:
+        own = each.__dict__.get("__doc__") if isinstance(each, type) else each.__doc__
+        for _, body in re.findall(
+            r"^(Args|Attributes):\n((?:[ ]{4}.*\n|\n)+)", inspect.cleandoc(own or "") + "\n", re.M
+        ):
+            for names, text in re.findall(
+                r"^[ ]{4}(\w[\w, ]*): (.*\n(?:[ ]{5,}.*\n|\n)*)", body, re.M
+            ):
+                texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return texts
+
+
+def settings_page() -> str:
+    """Return the page of all settings: each with its default and the beginning of what its docstring says.
+
+    Raises:
+        ValueError: a docstring does not say what a setting is.
+    """
+    page = (
+        "# Settings\n\nThe settings of the trainer, of `fit`, of strategies, of compression, of `RunConfig` with its "
+        "parts and of `Checkpoints`.\nEach has its default and the beginning of its docstring; [the page of the "
+        f"name](api.md) has all of it.\n\n{_MADE}.\n"
+    )
+    for name in CONFIGURED:
+        found = operator.attrgetter(name)(steepest)
+        texts = described(found)
+        page += f"\n## `{name}`\n\n| setting | default | |\n|---|---|---|\n"
+        for each in _in_order(inspect.signature(found).parameters, texts):
+            if each.name not in texts:
+                raise ValueError(f"the docstring of {name} does not say what {each.name} is")
+            text = _cell(_beginning(texts[each.name]))
+            page += f"| `{each.name}` | {_default(each)} | {text} |\n"
+    return page
+
+
+def errors_page() -> str:
+    """Return the page of all errors: the tree, and when each is raised."""
+    about, tree, *more = inspect.cleandoc(errors.__doc__ or "").split("\n\n")
+    page = f"# Errors\n\n{about} They are in `steepest.errors`.\n\n```text\n{tree}\n```\n\n"
+    page += "\n\n".join(map(_joined, more)) + f"\n\n{_MADE}.\n"
+    for name in re.findall(r"\b(\w+Error)\b(?! ?\)|,)", re.sub(r"\(.*?\)", "", tree)):
+        found = getattr(errors, name)
+        bases = [each for each in found.__bases__ if each.__module__ == "builtins"]
+        also = f" Also a `{bases[-1].__name__}`." if bases and bases[-1] is not Exception else ""
+        paragraphs = inspect.cleandoc(found.__doc__ or "").split("\n\n")
+        paragraphs[0] += also
+        page += f"\n## {name}\n\n" + "\n\n".join(map(_joined, paragraphs)) + "\n"
+    return page
+
+
+def commands_page() -> str:
+    """Return the page of the command line: each command with its arguments, from the parsers."""
+    parser = make_parser()
+    page = (
+        "# Commands\n\nThe command `steepest`, which `python -m steepest` is, too. "
+        f"`steepest COMMAND --help` says the same.\n\n{_MADE}.\n"
+    )
+    for path, each, about in _commands(parser, "steepest"):
+        arguments = [
+            action
+            for action in each._actions
+            if not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
+        ]
+        page += f"\n## {path}\n\n{_capital(_joined(about)).rstrip('.')}.\n"
+        usage = " ".join(each.usage.split()) if each.usage else _usage(path, each, arguments)
+        page += f"\n```sh\n{usage}\n```\n"
+        if arguments:
+            page += "\n| argument | default | |\n|---|---|---|\n"
+        for action in arguments:
+            page += f"| {_spelled(action)} | {_of_action(action)} | {_cell(_help(action))} |\n"
+    return page
+
+
+def names_page() -> str:
+    """Return the page of all public names by what they are for, each with the first sentence of its docstring."""
+    page = (
+        "# Public names\n\nAll that `from steepest import ...` offers, and the modules beside it. Docstrings have "
+        "shapes, units, errors\nand examples. [Settings](settings.md), [commands](commands.md) and "
+        f"[errors](errors.md) have pages of their own.\n\n{_MADE}.\n"
+    )
+    for group, names in GROUPS.items():
+        page += f"\n## {group}\n\n| name | |\n|---|---|\n"
+        for name in names:
+            page += f"| `{name}` | {_cell(_about(name))} |\n"
+    page += "\n## Modules\n\n| module | |\n|---|---|\n"
+    for module in MODULES:
+        found = importlib.import_module(module)
+        names = ", ".join(f"`{each}`" for each in found.__all__)
+        page += f"| `{module}` | {_cell(_summary(found))}: {names} |\n"
+    return page
+
+
+#: what is made of each page
+PAGES: Mapping[str, Callable[[], str]] = {
+    "api.md": names_page,
+    "settings.md": settings_page,
+    "commands.md": commands_page,
+    "errors.md": errors_page,
+}
 
 
 def name_pages() -> dict[str, str]:
-    """Return the pages of all public names and modules, as reStructuredText by file."""
+    """Return the pages of all public names and modules, as reStructuredText by file, for the site."""
     found = {}
     for group, names in GROUPS.items():
         for name in names:
+            if name in EXTRAS:
+                continue
             of_class = isinstance(getattr(steepest, name), type)
             text = f".. currentmodule:: steepest\n\n.. auto{'class' if of_class else 'function'}:: {name}\n"
             if of_class and group not in _MADE_ALONE:
@@ -72,30 +199,168 @@ def name_pages() -> dict[str, str]:
     return found
 
 
-def with_links(names: str) -> str:
-    """Return the page of all names with a link to the page of each."""
+def with_links(page: str) -> str:
+    """Return a page with a link from each public name that a table or heading begins with to the name's page."""
     pages = {name.removesuffix(".rst") for name in name_pages()}
 
     def link(found: re.Match[str]) -> str:
-        return f"[{found[0]}]({found[1]}.rst)" if found[1] in pages else found[0]
+        start, name = found.groups()
+        known = name.partition(".fit")[0]
+        return f"{start}[`{name}`]({known}.rst)" if known in pages else found[0]
 
-    tree = "\n".join(sorted(pages, key=str.lower))
-    linked = re.sub(r"`([\w.]+)`", link, names)
-    return f"{linked}\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
+    return re.sub(r"^(\| |## )`([\w.]+)`", link, page, flags=re.MULTILINE)
+
+
+def tree_of_names() -> str:
+    """Return the navigation of the pages of single names."""
+    tree = "\n".join(sorted((name.removesuffix(".rst") for name in name_pages()), key=str.lower))
+    return f"\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
 
 
 def prepare(app: Any) -> None:
-    """Have Sphinx show the fields of a dataclass, which its constructor takes, as parameters, others as attributes."""
+    """Have Sphinx show all settings of a class that has them, those of its base classes too, as parameters."""
     from sphinx.domains.python import PyObject
 
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"
-    app.connect("autodoc-process-docstring", _fields_as_parameters, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _with_all_settings, priority=400)  # before napoleon
 
 
-def _fields_as_parameters(
+def _with_all_settings(
     app: Any, kind: str, name: str, found: Any, options: Any, lines: list[str]
 ) -> None:
-    if kind == "class" and dataclasses.is_dataclass(found):
-        lines[:] = ["Args:" if line == "Attributes:" else line for line in lines]
+    """Replace the fields of a dataclass in its docstring by the parameters of its constructor."""
+    if kind != "class" or not dataclasses.is_dataclass(found):
+        return
+    texts = described(found)
+    text = re.sub(r"^Attributes:\n((?:    .*\n|\n)+)", "", "\n".join(lines) + "\n", flags=re.M)
+    first, blank, rest = text.partition("\n\n")
+    more = re.split(r"^(?=Raises:|Example:|Reference:)", rest, maxsplit=1, flags=re.M)
+    taken = [each for each in inspect.signature(found).parameters if each in texts]
+    parameters = "Args:\n" + "".join(f"    {each}: {texts[each]}\n" for each in taken) + "\n"
+    lines[:] = (first + blank + more[0] + "\n" + parameters + "".join(more[1:])).split("\n")
+
+
+def _in_order(
+    parameters: Mapping[str, inspect.Parameter], texts: Mapping[str, str]
+) -> list[inspect.Parameter]:
+    """Return the parameters, those that are given by name alone in the order in which docstrings have them."""
+    found = [each for each in parameters.values() if each.name != "self"]
+    if any(each.kind is not each.KEYWORD_ONLY for each in found):
+        return found
+    order = list(texts)  # by base classes, the first one's first
+    return sorted(found, key=lambda each: order.index(each.name) if each.name in texts else 0)
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    if parameter.default is inspect.Parameter.empty:
+        return "to be given"
+    made_anew = repr(parameter.default) == "<factory>"
+    return f"`{parameter.annotation}()`" if made_anew else f"`{parameter.default!r}`"
+
+
+def _about(name: str) -> str:
+    if name in EXTRAS:
+        extra, page = EXTRAS[name]
+        return f"Needs `pip install 'steepest[{extra}]'`, see [its page]({page})"
+    return _summary(getattr(steepest, name))
+
+
+def _summary(found: Any) -> str:
+    return _joined(inspect.cleandoc(found.__doc__ or "").partition("\n\n")[0]).rstrip(".")
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _beginning(text: str) -> str:
+    """Return as many whole sentences of a text as fit into a cell, at least one, without the last full stop."""
+    first, *more = re.split(r"(?<=\w\w|[\w)`\"']\W)(?<! al)\. ", text)
+    for each in more:
+        if len(first) + len(each) > _LONGEST:
+            break
+        first += f". {each}"
+    return _capital(first.rstrip("."))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if not text.startswith(("`", '"')) else text
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("``", "`")
+
+
+def _commands(
+    parser: argparse.ArgumentParser, path: str
+) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    """Yield the commands with their parsers and what they do, in the order of their help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {each.dest: each.help for each in action._choices_actions}
+            for name, child in action.choices.items():
+                about = child.description or helps.get(name) or ""
+                yield f"{path} {name}", child, about
+                yield from _commands(child, f"{path} {name}")
+
+
+def _usage(path: str, parser: argparse.ArgumentParser, arguments: list[argparse.Action]) -> str:
+    """Return how a command is called, with what has to be given."""
+    needed = [each for each in arguments if each.option_strings and each.required]
+    options = (
+        " [options]" if len(needed) < sum(bool(each.option_strings) for each in arguments) else ""
+    )
+    given = "".join(f" {each.option_strings[-1]} {_value(each)}" for each in needed)
+    last = "".join(f" {_value(each)}" for each in arguments if not each.option_strings)
+    more = (
+        " COMMAND"
+        if any(isinstance(each, argparse._SubParsersAction) for each in parser._actions)
+        else ""
+    )
+    return f"{path}{options}{given}{last}{more}"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    return " ".join(name) if isinstance(name, tuple) else str(name)
+
+
+def _spelled(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{_value(action)}`"
+    value = "" if action.nargs == 0 else f" {_value(action)}"
+    return ", ".join(f"`{each}{value}`" for each in action.option_strings)
+
+
+def _of_action(action: argparse.Action) -> str:
+    if action.required:
+        return "to be given"
+    if any(
+        action.default is each for each in (None, False, argparse.SUPPRESS)
+    ) or action.default in ([], ""):
+        return ""
+    shown = (
+        " ".join(map(str, action.default))
+        if isinstance(action.default, (list, tuple))
+        else action.default
+    )
+    return f"`{shown}`"
+
+
+def _help(action: argparse.Action) -> str:
+    if action.help in (None, argparse.SUPPRESS):
+        raise ValueError(f"the argument {_spelled(action)} has no help")
+    return _joined(str(action.help) % {**vars(action), "prog": "steepest"})
+
+
+def main() -> None:
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import steepest
 from release.diagrams import drawn
-from release.reference import name_pages, with_links
+from release.reference import name_pages, tree_of_names, with_links
 
 ROOT = Path(__file__).resolve().parent.parent
 #: where the contents stand, by which people find pages in the repository, too
@@ -155,8 +155,9 @@ def stage(folder: Path, draw: bool = True) -> None:
         (folder / f"{page}.md").write_text(door_page(door))
     for name, text in name_pages().items():
         (folder / "docs" / "reference" / name).write_text(text)
-    names = folder / "docs" / "reference" / "api.md"
-    names.write_text(with_links(names.read_text()))
+    for name, tree in (("api.md", tree_of_names()), ("settings.md", "")):
+        path = folder / "docs" / "reference" / name
+        path.write_text(with_links(path.read_text()) + tree)
     for path in folder.rglob("*.md"):
         text = _to_front_page(path.read_text(), path.parent.relative_to(folder))
         path.write_text(drawn(text, path) if draw else text)

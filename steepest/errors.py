@@ -17,12 +17,13 @@ SteepestError
 ├── CheckpointError                      a checkpoint is missing, damaged or of another model
 └── ShutdownError                        the trainer was used after `shutdown()`
 
-`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and
-optimizer state are then those of the last commit, less what a dead process alone held. Where the
-optimizer raised on a server, they are those of the last snapshot, and the message says which. Each
-subclass names a cause. Other calls raise the same classes for the same causes: a start, a
-handshake, an evaluation, a push or a collective operation can meet an exception of the user's code,
-a deadline or a dead process as a step can.
+`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; each subclass names
+a cause. Weights and optimizer state are then those of the last commit, less what a dead process alone
+held. If the optimizer raised on a server, they are those of the last snapshot, and the message says
+which.
+
+Other calls raise the same classes for the same causes: a start, an evaluation, a push or a collective
+operation can meet an exception of your code, a deadline or a dead process as a step can.
 """
 
 from __future__ import annotations
@@ -43,93 +44,120 @@ T = TypeVar("T")
 
 
 class SteepestError(Exception):
-    """Every error that steepest raises on purpose."""
+    """The base of every error that steepest raises on purpose.
+
+    Any other exception that leaves a call of steepest comes from a callback of yours, from Ray or from Python, or is a
+    mistake of steepest.
+    """
 
 
 class ConfigurationError(SteepestError, ValueError):
-    """An argument is wrong: says what was given, what is allowed and what to do."""
+    """An argument is wrong.
+
+    Constructors and calls raise it before they start or change anything. The message says what was given, what is
+    allowed and what to do.
+    """
 
 
 class ResourcesError(SteepestError):
-    """The cluster cannot place what was asked: says what was asked and what is free."""
+    """The cluster cannot place what was asked.
+
+    The constructor of `DistributedSGD`, `steepest.run`, `resize` and a job that replaces dead processes raise it. The
+    message says what was asked and what is free.
+    """
 
 
 class StepError(SteepestError):
     """The job's processes did not do what they were asked.
 
-    From `step` and `fit`: the step was not committed, and weights and optimizer state are those of
-    the last commit; of the last snapshot if the optimizer raised on a server.
+    `step` and `fit` raise one of its subclasses if a step is not committed. Weights and optimizer state are then those
+    of the last commit, or of the last snapshot if the optimizer raised on a server.
     """
 
 
 class ModelError(StepError, ConfigurationError):
     """A model breaks the `Model` protocol, or two replicas of it disagree.
 
-    It is raised when the model is built, and by steps.
+    It is raised when the model is built, and by steps. The message names the parameter or method and the workers.
     """
 
 
 class UnfrozenError(ModelError):
-    """A step of a loop of the user's own has a gradient of a parameter that was frozen so far.
+    """A step of a loop of your own has a gradient of a parameter that was frozen so far.
 
-    A trainer has it trained from then on, and the step taken again.
+    You never see it: the trainer has the parameter trained from then on, and takes the step again.
     """
 
 
 class ModelRaisedError(StepError):
-    """The user's code or data raised; the original traceback is attached as the cause.
+    """Your code or data raised in a worker or server.
 
-    It is of the class that the user's code raised, too, where that is the user's own and the driver has it:
-    ``except Mine`` catches it.
+    The original traceback is the cause. If your code raised a class of your own that the driver has imported, the error
+    is of that class, too: ``except Mine`` catches it.
     """
 
 
 class NonFiniteError(StepError):
     """A gradient, or an update of a `ParameterServer`, holds NaN or infinity.
 
-    The message names the parameter and the worker.
+    It is raised under ``nonfinite="refuse"``, the default; the update is not applied. The message names the parameter
+    and the worker.
     """
 
 
 class DeadlineError(StepError, TimeoutError):
-    """Something did not happen in time: a step, a start, a handshake, an answer.
+    """Something did not happen in time: a start, a handshake, a step, an answer.
 
-    The message names it, and the processes that were waited for.
+    `DeadlineConfig` has the times. The message names what was awaited, and the processes that it was awaited from.
     """
 
 
 class PeerLostError(StepError, ConnectionError):
-    """A worker or server process died or closed its connection."""
+    """A worker or server process died or closed its connection, and could not be replaced.
+
+    The message names the process, its node and the last lines of its log. With ``FailureConfig(max_failures=0)`` every
+    death is one.
+    """
 
 
 class DataPlaneError(StepError, ConnectionError):
     """A process group in which workers add up gradients failed, although no process died.
 
-    The message names the worker, the step and what the group says.
+    It is raised with ``AllreduceStrategy(data_plane=)`` alone. The message names the worker, the step and what the
+    group says.
     """
 
 
 class MessageTooLargeError(SteepestError):
     """A message has more beside its payload than fits into a frame.
 
-    The message of the error names its kind, its size and the limit.
+    The sender raises it. The message of the error names the kind of the message, its size and the limit.
     """
 
 
 class ProtocolError(SteepestError):
-    """A frame is malformed, truncated, oversized or out of place; its connection is closed."""
+    """A frame is malformed, truncated, oversized or out of place.
+
+    The process that received it closes the connection.
+    """
 
 
 class AuthenticationError(ProtocolError):
-    """A peer did not prove that it knows the job's token, or has another certificate."""
+    """A peer did not prove that it knows the job's token, or has another certificate.
+
+    Its connection is closed, and the job goes on with the others.
+    """
 
 
 class CheckpointError(SteepestError):
-    """A checkpoint is missing, damaged or of another model, or another driver has its directory."""
+    """A checkpoint is missing, damaged or of another model, or another driver keeps checkpoints in its directory.
+
+    `save`, `restore`, and constructors and `fit` with `Checkpoints` raise it. A damaged file is named.
+    """
 
 
 class ShutdownError(SteepestError):
-    """The trainer was used after `shutdown()`."""
+    """The trainer was used after `shutdown()`, or after the block of its ``with`` ended."""
 
 
 _MESSAGE_LIMIT, _TRACEBACK_LIMIT = 4_000, 20_000  # characters

@@ -45,7 +45,7 @@ def add_parser(
     """Add the command; `whole`: the parser of all commands, which the script completes."""
     about = "print a script for tab completion, whose first lines say where to put it"
     parser = commands.add_parser("completion", help=about, description=about)
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="whose completion it is")
 
     def run(_: argparse.Namespace) -> int:
         sys.stdout.write(script(whole))

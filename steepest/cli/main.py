@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"steepest {__version__}")
     commands = parser.add_subparsers(dest="subcommand", required=True)
     demo = commands.add_parser("demo", help="train handwritten digits under every strategy")
-    demo.add_argument("--epochs", type=int, default=8)
+    demo.add_argument("--epochs", type=int, default=8, help="of each strategy")
     demo.add_argument("--no-progress", action="store_true", help="no progress bar")
     demo.set_defaults(call=_demo)
     for each in (doctor, compare, explain, launch, plan, report, run, verify, watch):

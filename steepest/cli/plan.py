@@ -64,7 +64,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--batches", type=int, metavar="N", help=f"to be measured; default: {_BATCHES}"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, order of samples and random state"
+    )
     parser.add_argument("--csv", metavar="FILE", help="write all rows, in SI units")
     parser.add_argument("--png", metavar="FILE", help="write a picture")
     plan_tables.add_options(parser)

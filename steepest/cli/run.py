@@ -27,7 +27,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="workers, or MIN:MAX for as many as there is room for",
     )
-    parser.add_argument("--strategy", default="ps", choices=STRATEGY_NAMES)
+    parser.add_argument(
+        "--strategy", default="ps", choices=STRATEGY_NAMES, help="how the workers train"
+    )
     add_job_options(parser)
     parser.add_argument(
         "--checkpoints",

@@ -49,7 +49,9 @@ def add_job_options(parser: argparse.ArgumentParser, besides: str = "") -> None:
         metavar="N",
         help=f"samples of a step of all workers together{besides}",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, order of samples and random state"
+    )
 
 
 def strategy_names(text: str) -> list[str]:

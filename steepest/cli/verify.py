@@ -25,14 +25,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--steps", type=int, default=20, metavar="N", help="of each run; default: 20"
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--strategy", default="ps", choices=("ps", "allreduce", "simple"))
+    parser.add_argument(
+        "--strategy",
+        default="ps",
+        choices=("ps", "allreduce", "simple"),
+        help="how the workers train",
+    )
     parser.add_argument(
         "--deaths",
         default="some",
         choices=("some", "all", "none"),
         help="some: one of each of two workers; all: of each worker in each step, which takes seconds for each",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, order of samples and random state"
+    )
     parser.add_argument(
         "--tables", action="store_true", help="compare rows of embedding tables at the end, too"
     )

@@ -80,14 +80,14 @@ class FailureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeadlineConfig:
-    """The longest waits, in seconds; each but the last ends with an error that names the processes.
+    """The longest waits, in seconds; each but the last ends with a `DeadlineError` that names the processes.
 
     Attributes:
-        start: until the cluster has placed all processes. Importing, building the model and
+        start: seconds until the cluster has placed all processes. Importing, building the model and
             connecting may take four times as long again.
-        step: until a step is committed.
-        call: until `evaluate`, `warmup` and the `foreach_` functions have their answers.
-        driver: without a word from the driver, until a process of the job ends by itself: the
+        step: seconds until a step is committed.
+        call: seconds until `evaluate`, `warmup` and the `foreach_` functions have their answers.
+        driver: seconds without a word from the driver, until a process of the job ends by itself: the
             driver is cut off, or was stopped and never continued. A driver whose process runs sends
             word, also between calls of the trainer; that of a notebook may idle for days.
 

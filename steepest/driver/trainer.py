@@ -89,7 +89,8 @@ class DistributedSGD:
             continue without a dead worker when there is no room for its successor for
             `run_config.deadlines.start` seconds. Below `min` workers they wait for one.
         devices_per_worker: replicas in each worker.
-        gpu: whether each replica is on a GPU of its own instead of the CPU.
+        gpu: whether each replica is on a GPU of its own instead of the CPU; on one machine without Ray workers
+            share GPUs where these are fewer.
         strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object.
         accumulate: batches whose gradients each replica adds up in a step, one after the other; a
             step covers ``num_workers * devices_per_worker * accumulate * batch_size`` samples.
@@ -98,7 +99,7 @@ class DistributedSGD:
             for none to exceed the model's batch size, and at least `accumulate`. Under "local" it
             is one batch of all replicas together, of which a step has `sync_every`. Not for "async"
             and "ssp".
-        seed: of initial weights, order of samples and random state.
+        seed: decides initial weights, order of samples and random state.
         run_config: how processes are run: failures, deadlines, resources, the log. None for the
             defaults.
         checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in
@@ -322,7 +323,7 @@ class DistributedSGD:
         took are not left out.
 
         Args:
-            steps, epochs: how many; give exactly one of the two. An epoch ends when each sample has
+            steps, epochs: how many to train; give exactly one of the two. An epoch ends when each sample has
                 been seen once; the first one may have begun before.
             callbacks: called for each step and event, and between epochs if they override
                 `on_epoch_end`, or between steps if they override `after_step`.

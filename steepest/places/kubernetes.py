@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--checkpoints", metavar="CLAIM|URL", help="a volume claim, or a bucket")
     what.add_argument("--retries", type=int, default=3, help="starts after a failure (default 3)")
     what.add_argument("--keep", type=int, default=300, help="seconds that the cluster outlives it")
-    what.add_argument("--namespace")
+    what.add_argument("--namespace", help="where the job is made (default: kubectl's)")
     what.add_argument("--service-account", metavar="NAME", help="in whose name the pods run")
     what.add_argument("--token-secret", metavar="NAME", help="has Ray's token under auth_token")
     what.add_argument("--ray-version", default=None, help="in the image (default: as here)")
@@ -47,16 +47,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pods.add_argument("--cpus", type=int, default=1, help="of a worker pod (default 1)")
     pods.add_argument("--gpus", type=int, default=0, help="of a worker pod (default 0)")
     pods.add_argument("--memory", default="4Gi", help="of a worker pod (default 4Gi)")
-    pods.add_argument("--head-cpus", type=int, default=2, help="(default 2)")
-    pods.add_argument("--head-memory", default="8Gi", help="(default 8Gi)")
+    pods.add_argument("--head-cpus", type=int, default=2, help="of the head pod (default 2)")
+    pods.add_argument("--head-memory", default="8Gi", help="of the head pod (default 8Gi)")
     pods.add_argument("--grace", type=int, help="seconds to leave a node (default: the cloud's)")
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--spot", action="store_true", help="workers on spot nodes alone")
-    nodes.add_argument("--cloud", choices=["any", *spot_nodes.LABELS], default="any")
-    nodes.add_argument("--spot-label", action="append", default=[], metavar="KEY=VALUE")
-    nodes.add_argument("--node", action="append", default=[], metavar="KEY=VALUE")
-    nodes.add_argument("--head-node", action="append", default=[], metavar="KEY=VALUE")
-    nodes.add_argument("--toleration", action="append", default=[], metavar="KEY[=VALUE]:EFFECT")
+    nodes.add_argument(
+        "--cloud",
+        choices=["any", *spot_nodes.LABELS],
+        default="any",
+        help="whose labels spot nodes have",
+    )
+    nodes.add_argument(
+        "--spot-label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a label that spot nodes have; again",
+    )
+    nodes.add_argument(
+        "--node",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a label of the workers' nodes; again",
+    )
+    nodes.add_argument(
+        "--head-node",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a label of the head's node; again",
+    )
+    nodes.add_argument(
+        "--toleration",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]:EFFECT",
+        help="a taint of nodes that pods tolerate; again",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

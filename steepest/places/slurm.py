@@ -153,9 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Fill in the parser of `steepest launch slurm`."""
     add_program_arguments(parser)
     add = parser.add_argument
-    add("--nodes", type=int, required=True)
+    add("--nodes", type=int, required=True, help="of the job")
     add("--cpus-per-task", type=int, required=True, metavar="CPUS", help="of each node")
-    add("--gpus-per-node", type=int, default=0, metavar="GPUS")
+    add("--gpus-per-node", type=int, default=0, metavar="GPUS", help="of each node (0)")
     add("--time", required=True, help="limit, such as 02:00:00")
     add("--mem", help="of each node, such as 64G (default: all of it)")
     add("--leave", type=int, default=60, metavar="SECONDS", help="for a last checkpoint (60)")
@@ -168,9 +168,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LINE",
-        help="such as 'source venv/bin/activate'",
+        help="run first on each node, such as 'source venv/bin/activate'; again",
     )
-    add("--sbatch", action="append", default=[], metavar="OPTION", help='"--partition=cpu"; again')
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help='a line of the file, such as "--partition=cpu"; again',
+    )
 
 
 def run(options: argparse.Namespace) -> int:

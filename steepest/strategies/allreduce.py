@@ -19,21 +19,21 @@ from steepest.validation import require_choice, require_count
 class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
     """Allreduce without server processes: each worker sums and updates one slice of the weights.
 
-    All workers then gather the updated slices. Settings that are not named here are those of
-    `steepest.core.strategies.allreduce.AllreduceStrategy`.
+    All workers then gather the updated slices.
 
     Attributes:
-        sharded: as there; None for True, or False where gradients are compressed or there is a
-            `data_plane`.
+        sharded: False for a whole copy of the optimizer's state in every worker. Each of W workers
+            then sends its gradient to every other worker, which sums them: W - 1 times the bytes of
+            a gradient instead of 2 (W - 1) / W, and one hop instead of two. None for True, or for
+            False where gradients are compressed or there is a `data_plane`.
         wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half
             the bytes; a pair sets it for gradients and for weights. None sends them as they are.
             With `data_plane` it is for gradients alone, inside a host too, whose mean is added up in
             that dtype; a chunk that does not fit into fp16 is added up in float32.
         compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2",
-            "topk" or "powersgd" for their
-            defaults. Where there is more than one host, every worker sends its gradient compressed
-            to every other worker; what that leaves out is added to the worker's next gradient. Not
-            together with `wire_dtype`.
+            "topk" or "powersgd" for their defaults. Where there is more than one host, every worker
+            sends its gradient compressed to every other worker; what that leaves out is added to the
+            worker's next gradient. Not together with `wire_dtype`.
         table_staleness: of embedding tables, as for `ParameterServerStrategy`.
         data_plane: "gloo" to have workers add up gradients in a process group of torch.distributed,
             made anew whenever the members change. Each keeps the whole state of the optimizer, as

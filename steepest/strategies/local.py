@@ -64,8 +64,9 @@ class LocalStrategy(WithFormats, ServerStrategy):
             all workers' changes in each round. Needs `num_servers`, as `quorum` does.
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
             2019).
-        outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
-            (Douillard et al. 2023) has ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
+        outer_momentum: momentum of the outer SGD; DiLoCo (Douillard et al. 2023) has
+            ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
+        nesterov: whether that momentum is Nesterov's.
         delayed_nesterov: N for rounds of few workers' changes, of which each is applied at once as 1/N of an
             update, and the momentum moves once in N of them by their mean (Liu et al. 2024, delayed
             Nesterov, arXiv:2401.09135): about ``num_workers / quorum``. With 1 it is

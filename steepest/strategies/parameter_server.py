@@ -15,18 +15,14 @@ from steepest.validation import require_count
 class ParameterServerStrategy(WithFormats, dense.ParameterServerStrategy):
     """Parameter server: servers hold the weights and apply the optimizer to what workers push.
 
-    Settings that are not named here are those of
-    `steepest.core.strategies.parameter_server.ParameterServerStrategy`.
-
     Attributes:
         wire_dtype: "fp16" or "bf16" to send float32 gradients and weights between hosts in half the
             bytes; servers add up, apply and keep them in float32. A pair sets it for pushes and for
             pulls: ``("fp16", None)``. A chunk that does not fit into fp16 is sent as float32.
         compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2",
-            "topk" or "powersgd" for their
-            defaults. Each worker sends its own gradient compressed to servers of other hosts; what
-            that leaves out is added to the worker's next gradient. `wire_dtype` is then that of the
-            weights. Not together with backup workers or ``correction="drop"``.
+            "topk" or "powersgd" for their defaults. Each worker sends its own gradient compressed to
+            servers of other hosts; what that leaves out is added to the worker's next gradient.
+            `wire_dtype` is then that of the weights. Not together with backup workers or ``correction="drop"``.
         table_staleness: "sync" only, of embedding tables: how many of the last updates the rows
             with which a step computes may lack. With 1 they are asked for a step before they are
             needed, and come while that step computes. From 2 on they are asked for

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import doctest
 import importlib
 import inspect
 import pkgutil
 import re
-import types
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -123,38 +121,6 @@ def test_the_example_of_tables_in_one_process_runs_as_it_stands(
     block = blocks_of("docs/howto/embedding.md")[1]
     exec(compile(block, "docs/howto/embedding.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "loss: 0.000\n"
-
-
-def test_settings_are_listed_with_their_defaults() -> None:
-    """Names, the order of arguments and defaults are those of the code; every configuration of the package is there."""
-
-    def default(parameter: inspect.Parameter) -> str:
-        if parameter.default is inspect.Parameter.empty:
-            return "to be given"
-        made_anew = repr(parameter.default) == "<factory>"
-        return f"`{parameter.annotation}()`" if made_anew else f"`{parameter.default!r}`"
-
-    sections = (ROOT / "docs" / "reference" / "settings.md").read_text().split("\n## ")[1:]
-    listed = {}
-    for section in sections:
-        title = re.findall(r"^`([\w.]+)`\n", section)[0]
-        rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", section, flags=re.MULTILINE)
-        parameters = inspect.signature(pkgutil.resolve_name(f"steepest:{title}")).parameters
-        known = [(n, default(p)) for n, p in parameters.items() if n != "self"]
-        # the order of what is given by name is for the reader
-        named = all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-        assert (sorted(rows) if named else rows) == (sorted(known) if named else known), title
-        listed[title] = rows
-    configured = [
-        name
-        for name, found in {**vars(steepest.config), **vars(steepest.strategies)}.items()
-        if isinstance(found, types.ModuleType)
-        for name, cls in vars(found).items()
-        if dataclasses.is_dataclass(cls) and name in steepest.__all__
-        if cls.__module__ == found.__name__ and name != "Strategy"  # the base of strategies
-    ]
-    assert {"RunConfig", "LocalStrategy", "TopK"} <= set(configured) <= set(listed)
-    assert {"DistributedSGD", "DistributedSGD.fit"} <= set(listed)
 
 
 def test_every_public_name_is_exported_and_documented() -> None:

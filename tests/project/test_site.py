@@ -9,7 +9,6 @@ import pytest
 
 import steepest
 from release.diagrams import drawn
-from release.reference import GROUPS, MODULES, name_pages
 from release.site import CONTENTS, DOORS, door_page, front_page, navigation, settings, stage
 from tests.page_examples import ROOT
 
@@ -42,16 +41,6 @@ def test_the_front_page_is_the_readmes_first_screen() -> None:
     assert re.search(r"```sh\n.*pip install.*\n```", page)
     assert re.findall(r"^!\[.*$", README, flags=re.MULTILINE)[0] in page
     assert [door for door in DOORS if f"**[{door}](" in page] == [*DOORS]
-
-
-def test_each_public_name_has_a_page() -> None:
-    names = [name for group in GROUPS.values() for name in group]
-    assert len(names) == len(set(names))
-    assert set(names) == set(steepest.__all__) - {"JaxModel"}  # which needs its extra
-    pages = name_pages()
-    assert ".. autoclass:: DistributedSGD\n   :members:\n" in pages["DistributedSGD.rst"]
-    assert ".. autofunction:: run\n" in pages["run.rst"]
-    assert len(pages) == len(names) + len(MODULES)
 
 
 def test_what_sphinx_reads_lies_as_in_the_repository(staged: Path) -> None:
