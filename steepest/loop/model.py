@@ -71,6 +71,7 @@ class LoopModel(TorchModel):
 
     Attributes:
         hyper, clip_step, overflowed, take_back, digest: see `steepest.core.models.protocol`.
+        rows: those of embedding tables, with the gradients that the loop has of them.
     """
 
     may_take_back = True
@@ -112,9 +113,9 @@ class LoopModel(TorchModel):
         self._own_names = tuple(sorted(self.optimizer_spec.trainable()))
         self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], PastShare | None] | None = None
-        self._rows = LoopRows(loop.turns.ask)
+        self.rows = LoopRows(loop.turns.ask)
         if self.tables or self.held:
-            self._rows.follow(module, *optimizers, held=self.held_rows())
+            self.rows.follow(module, *optimizers, held=self.held_rows())
 
     def _seed(self) -> int:
         """Return the seed of the job."""
@@ -122,7 +123,7 @@ class LoopModel(TorchModel):
 
     def use_rows(self, source: RowSource) -> None:
         """Have the loop use the rows of a source from now on, see `steepest.loop.table_rows`."""
-        super().use_rows(self._rows.use(source))
+        super().use_rows(self.rows.use(source))
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
@@ -363,7 +364,7 @@ class LoopModel(TorchModel):
         if stepped:
             self._check_trained()
             if self.tables:
-                self._rows.send(loop.steps.factor, again=again)
+                self.rows.send(loop.steps.factor, again=again)
         self._weight = loop.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None)
         loop.steps.edits = self._overlap.edits.is_found
@@ -508,6 +509,10 @@ class LoopModel(TorchModel):
             super().load_state(self._arrived)
             self._arrived = None
 
+    def keep_buffers(self) -> None:
+        """Keep the buffers as the loop has them, in place of those that have arrived."""
+        self._arrived = None
+
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the values that `state` returned; a loop that stands elsewhere in the job is begun anew."""
         own = dict(state)
@@ -530,7 +535,7 @@ class LoopModel(TorchModel):
             raise ModelError(
                 "the function has made another model when it began anew: let it make the same one each time"
             )
-        before_rows = self._rows
+        before_rows = self.rows
         staying = (
             *("session", "loop", "layout", "optimizer_spec", "data", "batch_size"),
             *("_where", "_share_of", "_device", "_vector", "_gradients", "_overlap", "_hooks"),

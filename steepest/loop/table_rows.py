@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,20 @@ if TYPE_CHECKING:
     from steepest.tables.kernels import Floats, Int32s, Int64s
     from steepest.tables.table import Table
 
-#: The arguments of `RowSource.push`.
-_Pushed = tuple[Any, ...]
+
+class _Pushed(NamedTuple):
+    """The arguments of `RowSource.push`."""
+
+    group: int
+    tables: Int32s
+    ids: Int64s
+    gradients: Floats
+    sightings: Int32s
+    lives: Int32s | None
+
+    def times(self, factor: float) -> _Pushed:
+        """Return the same with its gradients multiplied."""
+        return self._replace(gradients=self.gradients * self.gradients.dtype.type(factor))
 
 
 class Errand:
@@ -75,13 +87,24 @@ class LoopRows:
         for rows in self._held:
             rows.grad = None
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients since the last step."""
+        return bool(self._kept)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients since the last step by a factor."""
+        self._kept = [each.times(factor) for each in self._kept]
+        for rows in self._held:
+            if rows.grad is not None:
+                rows.grad.mul_(factor)
+
     def send(self, factor: float = 1.0, *, again: bool = False) -> None:
         """Push the gradients since the last step, times a factor; `again`: those of the last step once more."""
         if not again:
             self._kept, self._sent = [], self._kept
-        for *place, gradients, sightings in self._sent:
-            scaled = gradients if factor == 1.0 else gradients * gradients.dtype.type(factor)
-            self.source.push(*place, scaled, sightings)
+        for each in self._sent:
+            self.source.push(*(each if factor == 1.0 else each.times(factor)))
 
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
@@ -115,7 +138,7 @@ class LoopRows:
         lives: Int32s | None = None,
     ) -> None:
         """Keep gradients up to the step."""
-        self._kept.append((group, tables, ids, gradients, sightings, lives))
+        self._kept.append(_Pushed(group, tables, ids, gradients, sightings, lives))
 
     def follow(
         self,

@@ -377,6 +377,11 @@ class UserLoop:
         self.batches = state["batches"]
         assert self.prepared is not None
         prepared = self.prepared
+        if (
+            state["settings"]["epochs"] is None
+        ):  # of a function that had yet to set what this one has
+            prepared.model.keep_buffers()
+            return
         prepared.model.restore_buffers()
         self._set_by_hand(state, settings=state["settings"], kept=False)
         if state.get("frozen") is not None:  # not in checkpoints of before
@@ -643,11 +648,7 @@ class UserLoop:
         self.weight, self.losses.scale = self.weights.weight, self.weights.scale
         if (factor := self.weights.rescale) is None or self.prepared is None:
             return
-        if self.prepared.model.tables:
-            raise ConfigurationError(
-                "gradients of batches of different sizes are added up, of a model with embedding tables "
-                f"({self.prepared.model.tables[0].name!r}): give the loader drop_last=True, or step before the last one"
-            )
+        self.prepared.model.rows.rescale(factor)
         self.losses.found = [loss * factor for loss in self.losses.found]
         with torch.no_grad():
             for parameter in (each for own in self.prepared.trained() for each in own):

@@ -20,7 +20,7 @@ pytest.importorskip("numba", reason="embedding tables need it")
 import steepest
 from steepest import FailureConfig, LocalStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.tables.row_optimizers import Adagrad, Adam
+from steepest.tables.row_optimizers import SGD, Adagrad, Adam
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run
 from tests.own_loops import BATCH, Parts, Script, Whole
 from tests.reference import difference, same_bits, sgd
@@ -85,6 +85,41 @@ def looking(parts: Parts, number: int, *batch: torch.Tensor) -> None:
     outputs(parts.model)
 
 
+def unevenly(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """A step after two batches, of which the last has fewer samples, and behind the last."""
+    (nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1]) / 2).backward()
+    if number % 2 or number + 1 == len(parts.loader):
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+
+
+def by_tokens(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """A step after two batches that say what they weigh."""
+    tokens = 1 + (batch[-1][:, :1] > 0).double()
+    steepest.weight(tokens.sum().item())
+    errors = (parts.model(*batch[:-1]) - batch[-1]).square() * tokens
+    (errors.sum() / tokens.sum()).backward()
+    if number % 2 or number + 1 == len(parts.loader):
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+
+
+def left_out(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """No step for each second batch, whose rows are looked up."""
+    loss = nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1])
+    if number % 2 == 0:
+        parts.optimizer.zero_grad()
+        loss.backward()
+        parts.optimizer.step()
+
+
+def summed(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """Losses add up samples."""
+    parts.optimizer.zero_grad()
+    nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1], reduction="sum").backward()
+    parts.optimizer.step()
+
+
 @dataclass(frozen=True)
 class Tabled(Script):
     """A script with tables."""
@@ -96,7 +131,7 @@ class Tabled(Script):
         given: Any = DataLoader(TensorDataset(*self.data), batch_size=BATCH, shuffle=True)
         parts = self._parts(given)
         model, optimizer, loader = steepest.prepare(
-            parts.model, parts.optimizer, given, table_shards=2
+            parts.model, parts.optimizer, given, table_shards=2, reduction=self.reduction
         )
         self.loop(Parts(model, optimizer, loader), self.epochs)
 
@@ -114,9 +149,7 @@ def tabled(step: Any, rows: Any, held: bool = False, **settings: Any) -> Tabled:
     return Tabled(
         lambda parts, epochs: _loop(parts, epochs, step),
         lambda: with_tables(**about),
-        sgd(momentum=0.9),
-        data=DATA,
-        **settings,
+        **({"optimizer": sgd(momentum=0.9), "data": DATA} | settings),
     )
 
 
@@ -126,6 +159,11 @@ SCRIPTS = {
     "in vain": tabled(in_vain, Adagrad(lr=0.3)),
     "looking": tabled(looking, Adam(lr=0.1)),
     "held": tabled(usual, Adagrad(lr=0.3), held=True),
+    "unevenly": tabled(unevenly, Adam(lr=0.1), data=clicks(19)),
+    "unevenly, held": tabled(unevenly, Adam(lr=0.1), held=True, data=clicks(19)),
+    "tokens": tabled(by_tokens, Adagrad(lr=0.3), data=clicks(19)),
+    "left out": tabled(left_out, Adam(lr=0.1), data=clicks(13)),
+    "sums": tabled(summed, SGD(lr=0.02), optimizer=sgd(lr=0.02), data=clicks(13), reduction="sum"),
     "held, in vain": tabled(in_vain, Adam(lr=0.1), held=True),
 }
 
