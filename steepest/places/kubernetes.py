@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import logging
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,8 +20,12 @@ from steepest.places.program import (
     write,
 )
 from steepest.places.ray_job import KubeRayJob, Pods, manifests
+from steepest.places.values import read_values
 
+log = logging.getLogger(__name__)
 _KUBECTL_SECONDS = 60.0
+#: Without --server-side kubectl keeps each object in an annotation of 262,144 bytes at most.
+_APPLY = ("apply", "--server-side")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--retries", type=int, default=3, help="starts after a failure (default 3)")
     what.add_argument("--keep", type=int, default=300, help="seconds that the cluster outlives it")
     what.add_argument("--namespace", help="where the job is made (default: kubectl's)")
-    what.add_argument("--service-account", metavar="NAME", help="in whose name the pods run")
-    what.add_argument("--token-secret", metavar="NAME", help="has Ray's token under auth_token")
+    what.add_argument("--values", metavar="FILE", help="YAML that is merged into what is written")
     what.add_argument("--ray-version", default=None, help="in the image (default: as here)")
-    what.add_argument("--apply", action="store_true", help="call kubectl apply")
+    what.add_argument("--apply", action="store_true", help="call kubectl apply --server-side")
     pods = parser.add_argument_group("pods")
     pods.add_argument("--workers", type=int, required=True, help="worker pods to start with")
     pods.add_argument("--min-workers", type=int, help="for the autoscaler (default: --workers)")
@@ -64,27 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="a label that spot nodes have; again",
-    )
-    nodes.add_argument(
-        "--node",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a label of the workers' nodes; again",
-    )
-    nodes.add_argument(
-        "--head-node",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a label of the head's node; again",
-    )
-    nodes.add_argument(
-        "--toleration",
-        action="append",
-        default=[],
-        metavar="KEY[=VALUE]:EFFECT",
-        help="a taint of nodes that pods tolerate; again",
     )
 
 
@@ -120,13 +102,15 @@ def as_yaml(objects: Sequence[dict[str, Any]]) -> str:
     written: str = yaml.dump_all(
         objects, Dumper=Dumper, sort_keys=False, explicit_start=True, allow_unicode=True, width=100
     )
-    return f"# made by steepest launch kubernetes; kubectl apply -f applies it\n{written}"
+    return (
+        f"# made by steepest launch kubernetes; kubectl {' '.join(_APPLY)} -f applies it\n{written}"
+    )
 
 
 def apply(text: str) -> int:
     """Hand YAML to `kubectl apply`; return its exit status; ConfigurationError: no kubectl."""
     # DeadlineError: over a minute.
-    command = ["kubectl", "apply", "-f", "-"]
+    command = ["kubectl", *_APPLY, "-f", "-"]
     try:
         return subprocess.run(
             command, input=text, text=True, timeout=_KUBECTL_SECONDS, check=False
@@ -165,6 +149,12 @@ def _manifests(options: argparse.Namespace) -> list[dict[str, Any]]:
         keep=options.keep,
         namespace=options.namespace,
     )
+    if job.retries and not job.checkpoints and not options.cluster:
+        log.warning(
+            "--retries=%d without --checkpoints: each start begins at step 0, unless the program keeps "
+            "checkpoints where the next head's pod finds them",
+            job.retries,
+        )
     return manifests(job, _pods(options), cluster=options.cluster)
 
 
@@ -183,31 +173,10 @@ def _pods(options: argparse.Namespace) -> Pods:
         head_cpus=options.head_cpus,
         head_memory=options.head_memory,
         grace=spot_nodes.GRACE[options.cloud] if options.grace is None else options.grace,
-        service_account=options.service_account,
-        token_secret=options.token_secret,
         spot=(own or spot_nodes.labels_of(options.cloud)) if options.spot else None,
         never=spot_nodes.labels_of(options.cloud) | own,
-        worker_nodes=pairs_of("--node", options.node),
-        head_nodes=pairs_of("--head-node", options.head_node),
-        tolerations=tuple(_toleration(text) for text in options.toleration),
+        values={} if options.values is None else read_values(options.values),
     )
-
-
-def _toleration(text: str) -> dict[str, str]:
-    """Return a toleration that was written as kubectl writes taints."""
-    found = re.fullmatch(
-        r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)",
-        text,
-    )
-    if found is None:
-        raise ConfigurationError(
-            f"--toleration={text!r}: give KEY=VALUE:EFFECT or KEY:EFFECT, where EFFECT is NoSchedule, "
-            "PreferNoSchedule or NoExecute"
-        )
-    if found["value"] is None:
-        return {"key": found["key"], "operator": "Exists", "effect": found["effect"]}
-    about = {"key": found["key"], "operator": "Equal", "value": found["value"]}
-    return about | {"effect": found["effect"]}
 
 
 def _text_of(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -11,14 +12,25 @@ from typing import Any
 from steepest.errors import ConfigurationError
 from steepest.places import spot_nodes
 from steepest.places.program import Program
+from steepest.places.values import merged, pod_with
 from steepest.validation import require_count
 
 #: Where the files of the ConfigMap, and the volume of checkpoints, are found in the containers.
 CODE, CHECKPOINTS = "/mnt/code", "/checkpoints"
 _API = "ray.io/v1"
 _MOST_CODE = 1_000_000  # bytes; Kubernetes keeps 1 MiB in a ConfigMap
+_COMMAND = (
+    "command.sh"  # the file of the program's command line, where that does not pass shells as it is
+)
+_PLAIN = re.compile(r"[a-zA-Z0-9_@%+=:,./-]+")  # a word that every shell reads as itself
+_GROUP = 1000  # of Ray's images; may write to the volume of checkpoints
+#: Whatever makes room on nodes is to leave the head alone: with it the driver, and so the program, ends.
+_STAYS = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
 _MARGIN = 5  # seconds between what Ray is told, and the kubelet's SIGKILL
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i?)?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +48,12 @@ class Pods:
     head_cpus: int = 2  # of the head's pod, which runs the driver and no worker
     head_memory: str = "8Gi"
     grace: int = 15  # seconds from the notice that a pod goes to its end
-    # in whose name all pods run, such as one that may use a bucket
-    service_account: str | None = None
-    # a Secret whose `auth_token` is Ray's token; None for one that KubeRay makes
-    token_secret: str | None = None
     # labels of spot nodes, on which workers run; None for nodes of any kind
     spot: Mapping[str, str] | None = None
     # labels of nodes on which the head does not run
     never: Mapping[str, str] = field(default_factory=dict)
-    worker_nodes: Mapping[str, str] = field(default_factory=dict)  # labels that the nodes must have
-    head_nodes: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, str], ...] = ()  # of workers, beside those for spot nodes
+    # what is merged into all that is rendered, by section (`steepest.places.values`)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, lowest in (
@@ -92,7 +99,11 @@ class KubeRayJob:
                 raise ConfigurationError(
                     f"a ConfigMap takes no file of the name {name!r}: give letters, digits, '-', '_', '.'"
                 )
-        size = sum(len(text.encode()) for text in self.files.values())
+        if self.command_file and _COMMAND in self.files:
+            raise ConfigurationError(
+                f"the name {_COMMAND!r} is taken by the file of the program's command line: rename yours"
+            )
+        size = sum(len(text.encode()) for text in self.texts.values())
         if size > _MOST_CODE:
             raise ConfigurationError(
                 f"the files have {size:,} bytes, and a ConfigMap takes {_MOST_CODE:,}: put them into "
@@ -103,8 +114,36 @@ class KubeRayJob:
         ):
             raise ConfigurationError(
                 f"--checkpoints={self.checkpoints!r}: give the name of a volume claim, or the URL of a "
-                "bucket, such as s3://bucket/run, without credentials in it (see --service-account)"
+                "bucket, such as s3://bucket/run, without credentials in it: a service account or a "
+                "Secret of --values has them"
             )
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the program's command line; none without a program."""
+        if self.program is None:
+            return []
+        script = self.program.script
+        where = f"{CODE}/{PurePosixPath(script).name}" if self.files else script
+        return ["python", where, *self.program.arguments]
+
+    @property
+    def command_file(self) -> str:
+        """The text of the file that runs the program, where one is needed; else empty."""
+        # KubeRay has a shell read the entrypoint, and Ray has another one read what comes out
+        if all(_PLAIN.fullmatch(word) for word in self.words):
+            return ""
+        return f"exec {shlex.join(self.words)}\n"
+
+    @property
+    def entrypoint(self) -> str:
+        """The command that KubeRay runs, which means the same however many shells read it."""
+        return f"bash {CODE}/{_COMMAND}" if self.command_file else " ".join(self.words)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """All files of the ConfigMap by name."""
+        return {**self.files, **({_COMMAND: self.command_file} if self.command_file else {})}
 
     @property
     def claim(self) -> str | None:
@@ -113,44 +152,45 @@ class KubeRayJob:
 
 
 def manifests(job: KubeRayJob, pods: Pods, *, cluster: bool = False) -> list[dict[str, Any]]:
-    """Return the objects to apply: a RayJob, or a RayCluster on which nothing runs."""
+    """Return the objects to apply: a RayJob, or a RayCluster on which nothing runs, and those of the values.
+
+    Raises:
+        ConfigurationError: a value does not fit what it is merged into.
+    """
     # First a ConfigMap if files travel.
     metadata = {"name": job.name, **({"namespace": job.namespace} if job.namespace else {})}
-    spec = _cluster(job, pods)
+    spec = merged(_cluster(job, pods), pods.values.get("cluster") or {}, "cluster")
     found: list[dict[str, Any]] = []
-    if job.files:
+    if job.texts:
         found.append(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {**job.files}}
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": job.texts}
         )
-    if cluster:
-        found.append({"apiVersion": _API, "kind": "RayCluster", "metadata": metadata, "spec": spec})
-        return found
-    assert job.program is not None
-    script = PurePosixPath(job.program.script).name
-    about = {
-        "entrypoint": job.program.command(f"{CODE}/{script}" if job.files else None),
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": job.keep,
-        "backoffLimit": job.retries,
-        "rayClusterSpec": spec,
-        "submitterPodTemplate": _submitter(pods),
-    }
-    found.append({"apiVersion": _API, "kind": "RayJob", "metadata": metadata, "spec": about})
-    return found
+    kind = "RayCluster"
+    if not cluster:
+        kind = "RayJob"
+        spec = {
+            "entrypoint": job.entrypoint,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": job.keep,
+            "backoffLimit": job.retries,
+            "rayClusterSpec": spec,
+            "submitterPodTemplate": pod_with(_submitter(pods), pods.values, "submitter"),
+        }
+        spec = merged(spec, pods.values.get("job") or {}, "job")
+    about = merged(metadata, pods.values.get("metadata") or {}, "metadata")
+    found.append({"apiVersion": _API, "kind": kind, "metadata": about, "spec": spec})
+    return [*found, *(dict(each) for each in pods.values.get("objects") or ())]
 
 
 def _cluster(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
     """Return the specification of a Ray cluster."""
-    authentication = {"mode": "token"}
-    if pods.token_secret is not None:
-        authentication["secretName"] = pods.token_secret
-    found: dict[str, Any] = {"rayVersion": pods.ray_version, "authOptions": authentication}
+    found: dict[str, Any] = {"rayVersion": pods.ray_version, "authOptions": {"mode": "token"}}
     if pods.least < pods.most:
         found["enableInTreeAutoscaling"] = True
         found["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": 120}
     found["headGroupSpec"] = {
         "rayStartParams": {"num-cpus": "0"},  # no worker runs beside the driver
-        "template": {"spec": _head(job, pods)},
+        "template": pod_with(_head(job, pods), pods.values, "head"),
     }
     group = {
         "groupName": "workers",
@@ -158,14 +198,14 @@ def _cluster(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
         "minReplicas": pods.least,
         "maxReplicas": pods.most,
         "rayStartParams": {},
-        "template": {"spec": _worker(job, pods)},
+        "template": pod_with(_worker(job, pods), pods.values, "workers"),
     }
     found["workerGroupSpecs"] = [group]
     return found
 
 
 def _head(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
-    """Return the specification of the head's pod."""
+    """Return the template of the head's pod, which nothing but its node's end is to end."""
     container = _container(
         "ray-head", job, pods, {"cpu": pods.head_cpus, "memory": pods.head_memory}
     )
@@ -182,13 +222,14 @@ def _head(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
         container.setdefault("volumeMounts", []).append(mounted)
         volume = {"name": "checkpoints", "persistentVolumeClaim": {"claimName": job.claim}}
         spec.setdefault("volumes", []).append(volume)
-    if pods.head_nodes:
-        spec["nodeSelector"] = {**pods.head_nodes}
-    return spec | {"affinity": spot_nodes.never_on(pods.never)}
+        # a fresh volume is of root
+        spec["securityContext"] = {"fsGroup": _GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
+    spec["affinity"] = spot_nodes.never_on(pods.never)
+    return {"metadata": {"annotations": {**_STAYS}}, "spec": spec}
 
 
 def _worker(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
-    """Return the specification of a worker's pod, which tells Ray when it has to go."""
+    """Return the template of a worker's pod, which tells Ray when it has to go."""
     resources = {"cpu": pods.cpus, "memory": pods.memory}
     if pods.gpus:
         resources["nvidia.com/gpu"] = pods.gpus
@@ -198,25 +239,20 @@ def _worker(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
     }
     # KubeRay makes another pod; a container that was started again would be a node of the same name
     spec = {"restartPolicy": "Never", **_pod(job, pods, container)}
-    if pods.worker_nodes:
-        spec["nodeSelector"] = {**pods.worker_nodes}
-    tolerations = [dict(each) for each in pods.tolerations]
+    tolerations: list[dict[str, str]] = []
+    if pods.gpus:  # by which clouds keep others off nodes with GPUs
+        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
     if pods.spot is not None:
         spec["affinity"] = spot_nodes.only_on(pods.spot)
         tolerations += spot_nodes.tolerations_of(pods.spot)
     if tolerations:
         spec["tolerations"] = tolerations
-    return spec
+    return {"spec": spec}
 
 
 def drain_notice(pods: Pods) -> str:
-    """Return the shell's command that tells Ray that its node goes, and waits as long."""
-    # Ray's node ends by itself when all has moved away.
-    seconds = pods.grace - _MARGIN
-    return (
-        "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod goes' "
-        f"--deadline-remaining-seconds {seconds}; sleep {seconds}"
-    )
+    """Return the shell's command that tells Ray that its node goes, and stays until it has."""
+    return f"python -m steepest.places.pod leave {pods.grace - _MARGIN}"
 
 
 def _container(
@@ -225,8 +261,12 @@ def _container(
     """Return a container of Ray, whose limits are what it asks for."""
     asked = {key: str(value) for key, value in resources.items()}
     found: dict[str, Any] = {"name": name, "image": pods.image}
-    if job.files:
-        found["env"] = [{"name": "PYTHONPATH", "value": CODE}]
+    # KubeRay has its shell run this before Ray
+    first = "python -m steepest.places.pod check"
+    if job.files:  # an entry of `env` would take the place of the image's own PYTHONPATH
+        first = f"export PYTHONPATH={CODE}${{PYTHONPATH:+:$PYTHONPATH}} && {first}"
+    found["args"] = [first]
+    if job.texts:
         found["volumeMounts"] = [{"name": "code", "mountPath": CODE, "readOnly": True}]
     return found | {"resources": {"requests": asked, "limits": {**asked}}}
 
@@ -237,9 +277,7 @@ def _pod(job: KubeRayJob, pods: Pods, container: dict[str, Any]) -> dict[str, An
         "terminationGracePeriodSeconds": pods.grace,
         "containers": [container],
     }
-    if pods.service_account is not None:
-        spec["serviceAccountName"] = pods.service_account
-    if job.files:
+    if job.texts:
         spec["volumes"] = [{"name": "code", "configMap": {"name": job.name}}]
     return spec
 
@@ -253,6 +291,4 @@ def _submitter(pods: Pods) -> dict[str, Any]:
         "resources": {"requests": resources, "limits": {"cpu": "1", "memory": "1Gi"}},
     }
     spec: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
-    if pods.head_nodes:
-        spec["nodeSelector"] = {**pods.head_nodes}
     return {"spec": spec | {"affinity": spot_nodes.never_on(pods.never)}}

@@ -15,8 +15,11 @@ _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _DIRECTIVE = re.compile(r"--?[a-zA-Z][^\s=]*([= ]\S[^\n]*)?")
 
 _BODY = r"""
-set -euo pipefail
+set -e
 {setup}
+# Only now: what is sourced above may read variables that nobody has set, as a login shell's files do with $PS1.
+set -uo pipefail
+
 # A folder that all nodes see, for Ray's token, which no one else may read.
 job="{shared}/.steepest-$SLURM_JOB_ID"
 rm -rf "$job" && mkdir -m 700 "$job"
@@ -25,13 +28,24 @@ trap 'rm -rf "$job"' EXIT
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$job/token"
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait}
 export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}" JOB_FOLDER="$job"
+# Ray's files on each node, in a folder of this job: those in /tmp/ray are of who came first. Sockets need a short path.
+export RAY_TMPDIR="/tmp/steepest-$SLURM_JOB_ID"
 
-# The first node is the one that runs this file. Its name may stand for a loopback address there.
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-ip=$(getent ahostsv4 "${{hosts[0]}}" | awk '$1 !~ /^127\./ {{print $1; exit}}' || true)
-ip=${{ip:-$(hostname -I | awk '{{print $1}}')}}
+# The first node is the one that runs this file.
+{address}
 case "$ip" in *:*) ip="[$ip]" ;; esac
 export RAY_ADDRESS="$ip:{port}"
+
+# What each node runs.
+cat > "$job/node" <<'END'
+mkdir -m 700 "$RAY_TMPDIR" 2> /dev/null || [ -O "$RAY_TMPDIR" ] || {{
+  echo "$(hostname): $RAY_TMPDIR is of another user, or cannot be made" >&2
+  exit 1
+}}
+trap 'rm -rf "$RAY_TMPDIR"' EXIT
+ray symmetric-run --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
+  --num-cpus={cpus}{gpus} --disable-usage-stats -- bash "$JOB_FOLDER/program"
+END
 
 # What Ray runs on the first node. Its exit status is kept, because Ray's own may say nothing of it.
 cat > "$job/program" <<'END'
@@ -51,14 +65,21 @@ leave() {{
 trap leave TERM
 
 # Not the end of srun is awaited but the program's: other nodes take a minute to see that Ray is gone.
-srun --ntasks-per-node=1 --cpus-per-task={cpus} --no-kill --kill-on-bad-exit=0 \
-  ray symmetric-run --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
-  --num-cpus={cpus}{gpus} --disable-usage-stats -- bash "$job/program" &
+# Environments travel also where sbatch had --export=NONE; no node waits for a rendezvous of MPI.
+srun --export=ALL --mpi=none --ntasks-per-node=1 --cpus-per-task={cpus} --no-kill --kill-on-bad-exit=0 \
+  bash "$job/node" &
 step=$!
 while [ ! -s "$job/status" ] && kill -0 "$step" 2> /dev/null; do sleep 1; done
 status=$(cat "$job/status" 2> /dev/null || echo 1)
 {requeue}exit "$status"
 """
+_ADDRESS_BY_NAME = r"""# Its name may stand for a loopback address there.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+ip=$(getent ahostsv4 "${hosts[0]}" | awk '$1 !~ /^127\./ {print $1; exit}' || true)
+ip=${ip:-$(hostname -I | awk '{print $1}')}"""
+_ADDRESS_OF_INTERFACE = r"""ip=$(ip -o addr show dev {interface} scope global \
+  | awk '{{sub("/.*", "", $4); print $4; exit}}' || true)
+[ -n "$ip" ] || {{ echo "$(hostname): the interface {interface} has no address" >&2; exit 1; }}"""
 _REQUEUE = r"""if [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 """
 
@@ -81,6 +102,8 @@ class SlurmJob:
     wait: int = 300  # seconds that nodes wait for each other at the start
     # a folder that all nodes see; None for the one where sbatch is called
     shared: str | None = None
+    # of the first node, by which the others reach it; None for the one that its name stands for
+    interface: str | None = None
     setup: tuple[str, ...] = ()  # shell lines that run first, on the first node
     directives: tuple[str, ...] = ()  # further options of sbatch
 
@@ -103,6 +126,10 @@ class SlurmJob:
             raise ConfigurationError(
                 f"--shared={self.shared!r}: give the absolute path of a folder that all nodes see, "
                 "without blanks and quotes"
+            )
+        if self.interface is not None and not re.fullmatch(r"[\w.@-]{1,15}", self.interface):
+            raise ConfigurationError(
+                f"--interface={self.interface!r}: give the name of a network interface, such as ib0"
             )
         for line in self.setup:
             if "\n" in line:
@@ -133,6 +160,8 @@ def batch_file(job: SlurmJob) -> str:
         f"--signal=B:TERM@{job.leave}",
         "--requeue" if job.requeue else "--no-requeue",
     ]
+    if job.requeue:
+        given.append("--open-mode=append")  # what was printed before stays
     if job.gpus:
         given.append(f"--gpus-per-node={job.gpus}")
     lines = [f"#SBATCH {directive}" for directive in [*given, *job.directives]]
@@ -141,6 +170,11 @@ def batch_file(job: SlurmJob) -> str:
         shared=job.shared or "$SLURM_SUBMIT_DIR",
         wait=job.wait,
         port=job.port,
+        address=(
+            _ADDRESS_BY_NAME
+            if job.interface is None
+            else _ADDRESS_OF_INTERFACE.format(interface=job.interface)
+        ),
         command=job.program.command(),
         cpus=job.cpus,
         gpus=f" --num-gpus={job.gpus}" if job.gpus else "",
@@ -161,6 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--leave", type=int, default=60, metavar="SECONDS", help="for a last checkpoint (60)")
     add("--requeue", action="store_true", help="start again after the time limit")
     add("--port", type=int, default=6379, help="of Ray on the first node (6379)")
+    add("--interface", metavar="NAME", help="of the first node's network, such as ib0")
     add("--wait", type=int, default=300, metavar="SECONDS", help="for all nodes to start (300)")
     add("--shared", metavar="FOLDER", help="that all nodes see (default: where sbatch is called)")
     add(
@@ -198,6 +233,7 @@ def run(options: argparse.Namespace) -> int:
         port=options.port,
         wait=options.wait,
         shared=options.shared,
+        interface=options.interface,
         setup=tuple(options.setup),
         directives=tuple(options.sbatch),
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import http.server
 import json
+import logging
 import os
 import shlex
 import shutil
+import socket
 import subprocess
+import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,15 @@ import yaml
 
 from steepest.cli.main import main
 from steepest.places import kubernetes
+from steepest.places import pod as in_pod
 from steepest.places.spot_nodes import LABELS
+from tests.kuberay import check, pods_of, refused, rendered
 
 SCRIPT = 'print("héllo")\nif True:\n\tprint("tab")   \n'
 EVERY = (
     "--min-workers=2 --max-workers=9 --cpus=3 --gpus=2 --memory=12Gi --head-cpus=4 --head-memory=9Gi "
-    "--grace=110 --spot --cloud=karpenter --node=pool=big --head-node=pool=small --toleration=a=b:NoExecute "
-    "--toleration=c:NoSchedule --checkpoints=s3://bucket/run --retries=0 --keep=0 --namespace=team "
-    "--token-secret=mine --service-account=writer --ray-version=2.60.0 --name=other"
+    "--grace=110 --spot --cloud=karpenter --checkpoints=s3://bucket/run --retries=0 --keep=0 "
+    "--namespace=team --ray-version=2.60.0 --name=other --arguments='a;b'"
 )
 
 
@@ -36,65 +40,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train_model.py"
     path.write_text(SCRIPT, encoding="utf-8")
     return path
-
-
-def rendered(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
-    """The documents that the command prints."""
-    given = ["launch", "kubernetes", "--image=app:1", "--workers=8", *map(str, arguments)]
-    assert main(given) == 0
-    return list(yaml.safe_load_all(capsys.readouterr().out))
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What the command says when it refuses."""
-    assert main(["launch", "kubernetes", "--image=app:1", "--workers=8", *map(str, arguments)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return printed.err
-
-
-@cache
-def schema(kind: str) -> dict[str, Any]:
-    """KubeRay's schema of a kind, in which unknown fields are errors: a cluster would drop them in silence."""
-    folder = os.environ.get("STEEPEST_DATA")
-    path = Path(folder or "/nonexistent") / "kuberay" / f"ray.io_{kind.lower()}s.yaml"
-    if not path.exists():
-        pytest.skip(f"KubeRay's definitions are not in STEEPEST_DATA/kuberay ({path.name})")
-    definition = yaml.load(path.read_text(), yaml.CSafeLoader)
-    (found,) = (each for each in definition["spec"]["versions"] if each["name"] == "v1")
-    return strict(found["schema"]["openAPIV3Schema"])
-
-
-def strict(part: Any) -> Any:
-    """A part of an OpenAPI schema as JSON Schema that takes no field it does not name."""
-    if isinstance(part, list):
-        return [strict(each) for each in part]
-    if not isinstance(part, Mapping):
-        return part
-    if part.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"], **{k: part[k] for k in ("pattern",) if k in part}}
-    found = {key: strict(value) for key, value in part.items() if not key.startswith("x-")}
-    known = isinstance(part.get("properties"), Mapping) and part.get("type") == "object"
-    if known and not part.get("x-kubernetes-preserve-unknown-fields"):
-        found.setdefault("additionalProperties", False)
-    if part.get("nullable") and "type" in found:
-        found["type"] = [found["type"], "null"]
-    return found
-
-
-def check(document: Mapping[str, Any]) -> None:
-    """Validate a RayJob or RayCluster."""
-    assert document["apiVersion"] == "ray.io/v1"
-    found = schema(str(document["kind"]))
-    jsonschema.Draft7Validator.check_schema(found)
-    jsonschema.Draft7Validator(found).validate(document)
-
-
-def pods_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The specifications of the head's pod and of the workers'."""
-    spec = document["spec"].get("rayClusterSpec", document["spec"])
-    (group,) = spec["workerGroupSpecs"]
-    return spec["headGroupSpec"]["template"]["spec"], group["template"]["spec"]
 
 
 @pytest.mark.long
@@ -107,7 +52,7 @@ def pods_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def test_kuberay_takes_what_is_written(
     capsys: pytest.CaptureFixture[str], script: Path, options: str, cluster: bool
 ) -> None:
-    documents = rendered(capsys, "--cluster" if cluster else script, *options.split())
+    documents = rendered(capsys, "--cluster" if cluster else script, *shlex.split(options))
     check(documents[-1])
     assert documents[-1]["kind"] == ("RayCluster" if cluster else "RayJob")
     assert [each["kind"] for each in documents[:-1]] == ([] if cluster else ["ConfigMap"])
@@ -144,17 +89,86 @@ def test_the_script_travels_as_it_is_and_is_what_runs(
 ) -> None:
     helper = tmp_path / "helper.py"
     helper.write_text("x = 1\n")
-    code, job = rendered(capsys, script, "--file", helper, "--arguments=--lr 0.1 --name 'a b; rm'")
+    code, job = rendered(capsys, script, "--file", helper, "--arguments=--lr 0.1")
+    assert job["spec"]["entrypoint"] == "python /mnt/code/train_model.py --lr 0.1"
     assert code["data"] == {"train_model.py": SCRIPT, "helper.py": "x = 1\n"}
     assert code["metadata"]["name"] == job["metadata"]["name"] == "train-model"
-    assert job["spec"]["entrypoint"] == "python /mnt/code/train_model.py --lr 0.1 --name 'a b; rm'"
     for pod in pods_of(job):
         (container,) = pod["containers"]
         assert {"name": "code", "configMap": {"name": "train-model"}} in pod["volumes"]
         assert {"name": "code", "mountPath": "/mnt/code", "readOnly": True} in container[
             "volumeMounts"
         ]
-        assert {"name": "PYTHONPATH", "value": "/mnt/code"} in container["env"]
+        # the image's own PYTHONPATH stays, in the shell in which KubeRay starts Ray after these words
+        started = subprocess.run(
+            ["bash", "-c", "--", f"{container['args'][0]} && echo $PYTHONPATH"], text=True, check=True,
+            capture_output=True, env={"PATH": no_check(tmp_path), "PYTHONPATH": "/app"},
+        )  # fmt: skip
+        assert started.stdout == "/mnt/code:/app\n"
+
+
+def no_check(folder: Path) -> str:
+    """A PATH with a Python that does nothing."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "python").write_text("#!/bin/sh\n")
+    (folder / "bin" / "python").chmod(0o755)
+    return f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+
+WORDS = [
+    "a;b",
+    "*.py",
+    "$HOME",
+    "s3://b/x?a=1&b=2",
+    "a b",
+    "",
+    "it's",
+    '"q"',
+    "~",
+    "`id`",
+    "line\nend",
+    "--lr=0.1",
+]
+
+
+@pytest.mark.parametrize("where", ["configmap", "image"])
+def test_arguments_reach_the_program_through_all_shells_that_read_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str
+) -> None:
+    """KubeRay has bash read `ray job submit ... -- ENTRYPOINT ;`, and Ray's head has a shell read what that sends."""
+    script = tmp_path / "train.py"
+    script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    given = [str(script), *(["--in-image"] if where == "image" else [])]
+    for words in (WORDS, ["--lr", "0.1"]):
+        documents = rendered(capsys, *given, f"--arguments={shlex.join(words)}")
+        entrypoint = documents[-1]["spec"]["entrypoint"]
+        # the ConfigMap, as a folder; this machine has no /mnt/code
+        code = tmp_path / "code"
+        code.mkdir(exist_ok=True)
+        for document in documents[:-1]:
+            for name, text in document["data"].items():
+                (code / name).write_text(text.replace("/mnt/code", str(code)))
+        entrypoint = entrypoint.replace("/mnt/code", str(code))
+        for sent in submitted(entrypoint):
+            done = subprocess.run(sent, shell=True, text=True, capture_output=True, cwd=tmp_path)
+            assert (done.returncode, json.loads(done.stdout)) == (0, words), sent
+
+
+def submitted(entrypoint: str) -> list[str]:
+    """What the head's shell reads: of Ray since 2.60, of Ray before, and where nothing but an HTTP request is sent."""
+    command = ["/bin/bash", "-ce", "--", f"printf '%s\\0' {entrypoint} ;"]
+    words = subprocess.check_output(command, text=True).split("\0")[:-1]
+    return [shlex.join(words), subprocess.list2cmdline(words), entrypoint]
+
+
+def test_the_entrypoint_is_plain_where_it_can_be_and_its_file_has_a_name_of_its_own(
+    capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path
+) -> None:
+    job = rendered(capsys, script, "--arguments=--lr 0.1 --data=s3://b/x")[-1]
+    assert job["spec"]["entrypoint"] == "python /mnt/code/train_model.py --lr 0.1 --data=s3://b/x"
+    (tmp_path / "command.sh").write_text("")
+    said = refused(capsys, script, "--file", tmp_path / "command.sh", "--arguments='a b'")
+    assert "the name 'command.sh' is taken" in said
 
 
 def test_a_script_in_the_image_needs_no_configmap(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,8 +230,7 @@ def test_a_pod_that_goes_drains_its_ray_node_before_it_is_killed(
     (container,) = worker["containers"]
     shell, flag, notice = container["lifecycle"]["preStop"]["exec"]["command"]
     assert (shell, flag) == ("/bin/sh", "-c")
-    assert notice.startswith("ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION ")
-    assert notice.endswith("--deadline-remaining-seconds 105; sleep 105")
+    assert notice == "python -m steepest.places.pod leave 105"
     assert "lifecycle" not in head["containers"][0]
 
 
@@ -231,22 +244,59 @@ def test_a_pod_has_the_time_that_its_cloud_gives(
         assert pod["terminationGracePeriodSeconds"] == seconds
 
 
-def test_rays_command_takes_the_notice_as_it_is_written(
-    capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path
-) -> None:
-    """Ray's own parser reads the hook's options; its control store is not there to ask."""
+def test_rays_command_takes_the_notice_as_it_is_written() -> None:
+    """Ray's own parser reads the options; its control store is not there to ask."""
     from click.testing import CliRunner
     from ray.scripts import scripts
 
-    _, worker = pods_of(rendered(capsys, script)[-1])
-    notice = worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
-    words = shlex.split(notice.partition(";")[0])
+    words = in_pod.drain_command(10)
     assert words[:2] == ["ray", "drain-node"]
     context = scripts.drain_node.make_context("drain-node", words[2:])
     assert context.params["reason"] == "DRAIN_NODE_REASON_PREEMPTION"
     assert context.params["reason_message"] == "the pod goes"
     assert context.params["deadline_remaining_seconds"] == 10
     assert CliRunner().invoke(scripts.drain_node, ["--reason", "spot"]).exit_code == 2
+
+
+@pytest.mark.parametrize("head", ["gone", "goes"])
+def test_a_pod_does_not_wait_where_the_whole_cluster_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """Else the end of each job would last as long as a cloud's notice. It hangs if the hour is waited for."""
+    told = tmp_path / "told"
+    (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    (tmp_path / "ray").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(in_pod, "_LOOK_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+        if head == "gone":
+            listener.close()
+        else:
+            answers = threading.Thread(
+                target=lambda: [listener.accept()[0].close() for _ in range(3)]
+            )
+            answers.start()
+            leaving = threading.Thread(target=in_pod.leave, args=(3600,))
+            leaving.start()
+            answers.join()
+            listener.close()
+            leaving.join(30)
+            assert not leaving.is_alive()
+            assert told.read_text().startswith("drain-node --reason DRAIN_NODE_REASON_PREEMPTION")
+            return
+    assert in_pod.leave(3600) == 0
+    assert not told.exists()
+
+
+def test_an_image_without_what_probes_ask_for_says_so_where_its_pod_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", types.ModuleType("_"))
+    assert in_pod.main(["check"]) == 0
+    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
+    assert in_pod.main(["check"]) == 1
+    assert "install 'steepest[kubernetes]' in it" in capsys.readouterr().err
 
 
 def test_the_number_of_workers_is_fixed_or_kept_between_bounds(
@@ -265,8 +315,6 @@ def test_the_number_of_workers_is_fixed_or_kept_between_bounds(
 def test_the_token_is_never_in_the_file(capsys: pytest.CaptureFixture[str], script: Path) -> None:
     job = rendered(capsys, script)[-1]
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
-    job = rendered(capsys, script, "--token-secret=mine")[-1]
-    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token", "secretName": "mine"}
     assert "RAY_AUTH_TOKEN" not in json.dumps(job)
 
 
@@ -282,6 +330,8 @@ def test_the_driver_is_told_where_checkpoints_are(
     mounted = [volume for volume in head["volumes"] if "persistentVolumeClaim" in volume]
     claims = [volume["persistentVolumeClaim"] for volume in mounted]
     assert claims == ([{"claimName": "claim"}] if given == "claim" else [])
+    # a fresh volume is of root, and Ray's images are not
+    assert ("fsGroup" in head.get("securityContext", {})) == (given == "claim")
     assert all("persistentVolumeClaim" not in volume for volume in worker["volumes"])
 
 
@@ -293,14 +343,14 @@ def test_the_driver_is_told_where_checkpoints_are(
         ("--min-workers=9", "--min-workers=9 --workers=8"),
         ("--min-workers=-1", "--min-workers"),
         ("--memory=much", "--memory='much': give a number of bytes, or such as '16Gi'"),
+        ("--memory=4000000K", "--memory='4000000K': give a number of bytes"),
         ("--gpus=-1", "--gpus"),
         ("--grace=3", "--grace"),
         ("--retries=-1", "--retries"),
         ("--name=Big_Job", "--name='Big_Job': give small letters"),
         ("--checkpoints=a@b", "give the name of a volume claim, or the URL"),
         ("--checkpoints=s3://key:secret@bucket", "without credentials in it"),
-        ("--node=pool", "--node='pool': give KEY=VALUE"),
-        ("--toleration=a=b", "give KEY=VALUE:EFFECT or KEY:EFFECT"),
+        ("--values=absent.yaml", "--values='absent.yaml' cannot be read as YAML"),
         ("--arguments='", "cannot be divided into words"),
         ("--file=absent.py", "'absent.py' cannot be read as a text"),
         ("--in-image --file=a.py", "--file has no use with --in-image"),
@@ -363,7 +413,7 @@ def test_apply_hands_the_same_text_to_kubectl(
     printed = rendered(capsys, script)
     given = ["launch", "kubernetes", "--image=app:1", "--workers=8", str(script), "--apply"]
     assert main(given) == status
-    assert (tmp_path / "words").read_text() == "apply -f -\n"
+    assert (tmp_path / "words").read_text() == "apply --server-side -f -\n"
     assert list(yaml.safe_load_all((tmp_path / "text").read_text())) == printed
 
 
@@ -423,6 +473,15 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
         self.created.append(sent)
         self.answer(201, sent)
 
+    def do_PATCH(self) -> None:
+        """Server-side apply; refuses, as the real one does, annotations of over 256 KiB."""
+        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        notes = sent.get("metadata", {}).get("annotations", {})
+        assert sum(len(key) + len(value) for key, value in notes.items()) <= 262_144
+        assert self.headers["Content-Type"] == "application/apply-patch+yaml"
+        self.created.append(sent)
+        self.answer(201, sent)
+
     def answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
@@ -466,7 +525,7 @@ def test_kubectl_reads_every_document(
     capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path, created: list[dict[str, Any]]
 ) -> None:
     path = tmp_path / "job.yaml"
-    rendered(capsys, script, *EVERY.split(), "--output", path)
+    rendered(capsys, script, *shlex.split(EVERY), "--output", path)
     command = ["kubectl", "create", "--dry-run=client", "--validate=false", "-o", "name", "-f"]
     done = subprocess.run(
         [*command, str(path)], capture_output=True, text=True, timeout=60, check=False
@@ -474,3 +533,43 @@ def test_kubectl_reads_every_document(
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["configmap/other", "rayjob.ray.io/other"]
     assert created == []
+
+
+def test_kubectl_applies_files_that_its_annotation_would_not_take(
+    capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path, created: list[dict[str, Any]]
+) -> None:
+    script.write_text("#" * 400_000)
+    path = tmp_path / "job.yaml"
+    rendered(capsys, script, "--output", path)
+    first = path.read_text().splitlines()[0]
+    assert "kubectl apply --server-side -f" in first
+    command = ["kubectl", "apply", "--server-side", "--validate=false", "-f", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [each["kind"] for each in created] == ["ConfigMap", "RayJob"]
+    assert created[0]["data"]["train_model.py"] == "#" * 400_000
+
+
+def test_retries_that_begin_from_nothing_are_warned_of(
+    capsys: pytest.CaptureFixture[str], script: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "steepest")
+    rendered(capsys, script, "--checkpoints=claim")
+    rendered(capsys, script, "--retries=0")
+    assert caplog.text == ""
+    rendered(capsys, script)
+    assert "--retries=3 without --checkpoints: each start begins at step 0" in caplog.text
+
+
+def test_nothing_takes_the_heads_node_away_and_gpus_taints_keep_no_worker_off(
+    capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    job = rendered(capsys, script, "--gpus=1")[-1]
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    assert head["metadata"]["annotations"] == {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+    }
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert taint in pods_of(job)[1]["tolerations"]
+    assert "tolerations" not in pods_of(job)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -23,7 +24,7 @@ from tests.ray_hosts import ROOT, SECONDS, Place
 
 ADDRESSES = ("10.213.10.1", "10.213.10.2")
 EVERY = (
-    "--gpus-per-node=2 --mem=64G --leave=90 --requeue --port=7000 --wait=60 --shared=/scratch/me "
+    "--gpus-per-node=2 --mem=64G --leave=90 --requeue --port=7000 --wait=60 --shared=/scratch/me --interface=ib0 "
     "--sbatch=--partition=cpu --sbatch=-A=team --name=other"
 )
 
@@ -57,7 +58,7 @@ def test_slurm_is_asked_for_what_was_given(
     def asked(*options: str) -> list[str]:
         text = rendered(capsys, script, *options)
         lines = re.findall(r"^#SBATCH (.*)$", text, flags=re.MULTILINE)
-        commands = text.index("set -euo pipefail")
+        commands = text.index("set -e\n")
         assert text.rindex("#SBATCH") < commands, "sbatch reads no option after the first command"
         return lines
 
@@ -67,8 +68,8 @@ def test_slurm_is_asked_for_what_was_given(
     ]  # fmt: skip
     assert asked(*EVERY.split()) == [
         "--job-name=other", "--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=8", "--time=02:00:00",
-        "--mem=64G", "--exclusive", "--no-kill", "--signal=B:TERM@90", "--requeue", "--gpus-per-node=2",
-        "--partition=cpu", "-A=team",
+        "--mem=64G", "--exclusive", "--no-kill", "--signal=B:TERM@90", "--requeue",
+        "--open-mode=append", "--gpus-per-node=2", "--partition=cpu", "-A=team",
     ]  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def test_rays_command_takes_its_options_as_they_are_written(
     from ray.scripts import scripts, symmetric_run
 
     text = rendered(capsys, script, "--gpus-per-node=2").replace("\\\n", " ")
-    (line,) = re.findall(r"^srun .*$", text, flags=re.MULTILINE)
+    (line,) = re.findall(r"^ray symmetric-run .*$", text, flags=re.MULTILINE)
     words = shlex.split(line.replace('"$SLURM_JOB_NUM_NODES"', "4"))
     given = words[words.index("symmetric-run") + 1 : words.index("--")]
     context = symmetric_run.symmetric_run.make_context("_", [*given], resilient_parsing=True)
@@ -100,7 +101,8 @@ def test_setup_comes_before_all_commands(capsys: pytest.CaptureFixture[str], scr
     text = rendered(
         capsys, script, "--setup=module load python", "--setup=source venv/bin/activate"
     )
-    assert "pipefail\nmodule load python\nsource venv/bin/activate\n" in text
+    assert "\nset -e\nmodule load python\nsource venv/bin/activate\n" in text
+    assert text.index("activate") < text.index("set -uo pipefail")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ def test_setup_comes_before_all_commands(capsys: pytest.CaptureFixture[str], scr
         ("--shared=/a$(b)", "--shared='/a$(b)': give the absolute path"),
         ("--sbatch=partition", "--sbatch='partition': give an option of sbatch"),
         ("--sbatch=--x=1\nrm", "--sbatch='--x=1\\nrm': give an option of sbatch"),
+        ("--interface=a b", "--interface='a b': give the name of a network interface"),
         ("--setup=a\nb", "--setup='a\\nb': give it once for each line"),
         ("--arguments='a\nEND'", "the program's command line has a line break"),
         ("--name=Big", "--name='Big': give small letters"),
@@ -201,7 +204,8 @@ def hosts() -> Iterator[tuple[Place, tuple[str, str]]]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
-        shutil.rmtree(place.directory, ignore_errors=True)
+        for folder in (place.directory, "/tmp/steepest-77"):  # its hosts were killed
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def inside(place: Place, space: str, command: str) -> subprocess.Popen[str]:
@@ -294,7 +298,7 @@ def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its
     assert not folder.exists()
     assert list((place.directory / "run").glob("*/manifest.json")), output
     (step,) = (place.directory / "srun").read_text().splitlines()
-    assert f"--address {ADDRESSES[0]}:6379 --min-nodes 2 --num-cpus=2" in step
+    assert step.startswith("--export=ALL --mpi=none --ntasks-per-node=1 --cpus-per-task=2 ")
     asked = (place.directory / "scontrol").read_text().splitlines()
     assert asked == ["show hostnames spnode[a-b]", "requeue 77"]
 
@@ -330,36 +334,131 @@ def test_the_jobs_status_is_the_programs(
     tmp_path: Path, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ray's command ends with 0 where it could not start Ray, and the job must not."""
-    done = in_a_job(
-        tmp_path, f"print('trained'); raise SystemExit({status})", 'shift $(($# - 2)); "$@"'
-    )
+    done = in_a_job(tmp_path, f"print('trained'); raise SystemExit({status})")
     assert done.returncode == status
     assert said in done.stdout
 
 
 def test_a_ray_that_did_not_start_fails_the_job(tmp_path: Path) -> None:
-    assert in_a_job(tmp_path, "print('trained')", "exit 0").returncode == 1
+    assert in_a_job(tmp_path, "print('trained')", ray="exit 0").returncode == 1
 
 
-def in_a_job(folder: Path, program: str, srun: str) -> subprocess.CompletedProcess[str]:
-    """Runs a job's file with another body of srun."""
+def test_what_is_sourced_may_read_variables_that_nobody_has_set(tmp_path: Path) -> None:
+    """As /etc/bashrc and conda's scripts of activation do."""
+    (tmp_path / "profile").write_text('[ -z "$PS1" ] || echo interactive\nexport SOURCED=yes\n')
+    program = "import os; print('sourced', os.environ['SOURCED'])"
+    done = in_a_job(tmp_path, program, f"--setup=source {tmp_path / 'profile'}")
+    assert (done.returncode, "sourced yes" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
+    done = in_a_job(tmp_path, "print('trained')", "--setup=source /no/such/file", "--setup=true")
+    assert done.returncode != 0
+    assert "trained" not in done.stdout
+
+
+def test_the_environment_travels_also_where_the_job_exports_none(tmp_path: Path) -> None:
+    """sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE, by which srun gives its tasks no variables."""
+    done = in_a_job(
+        tmp_path, "import os; print('home', os.environ['MINE'])", "--sbatch=--export=NONE",
+        "--setup=export MINE=here SLURM_EXPORT_ENV=NONE",
+    )  # fmt: skip
+    assert (done.returncode, "home here" in done.stdout) == (0, True), done.stderr
+
+
+def test_the_address_is_that_of_the_interface(tmp_path: Path) -> None:
+    program = "import os; print('at', os.environ['RAY_ADDRESS'])"
+    ip = 'echo "3: ib0    inet 10.9.8.7/16 brd 10.9.255.255 scope global ib0"'
+    done = in_a_job(tmp_path, program, "--interface=ib0", ip=f'[ "$5" = ib0 ] && {ip}')
+    assert "at 10.9.8.7:6379\n" in done.stdout, done.stderr
+    done = in_a_job(tmp_path, program, "--interface=ib0", ip="exit 1")
+    assert done.returncode == 1
+    assert "the interface ib0 has no address" in done.stderr
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("foreign", [False, True])
+def test_ray_writes_where_no_other_user_has_written(tmp_path: Path, foreign: bool) -> None:
+    """Ray's own function writes its file as a user to whom /tmp/ray does not belong."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("another user's process needs root and setpriv")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, OTHER, OTHER)
+    (tmp_path / "ray").mkdir()  # as of root's job before, where TMPDIR would have Ray write
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+    write = (
+        "import os; from ray._common import utils; from ray._private.utils import write_ray_address; "
+        "os.makedirs(utils.get_default_ray_temp_dir(), exist_ok=True); "
+        "write_ray_address('10.0.0.2:6379')"
+    )
+    ray = f'{sys.executable} -c "{write}" || exit; {RAY_STAND_IN}'
+    number = secrets.randbelow(10**9) + 10**9
+    kept = Path(f"/tmp/steepest-{number}")
+    if foreign:
+        kept.mkdir(0o755)
+    try:
+        done = in_a_job(
+            tmp_path,
+            "print('trained')",
+            f"--shared={shared}",
+            ray=ray,
+            number=number,
+            shell=ANOTHER_USER,
+        )
+        assert kept.exists() == foreign
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
+    assert done.returncode == (1 if foreign else 0), done.stderr
+    assert (f"{kept} is of another user" in done.stderr) == foreign
+
+
+OTHER = 65532
+#: May read what only root may, such as the tests' Python, but not write there.
+ANOTHER_USER = (
+    "setpriv", f"--reuid={OTHER}", f"--regid={OTHER}", "--clear-groups", "--inh-caps=+dac_read_search",
+    "--ambient-caps=+dac_read_search", "bash",
+)  # fmt: skip
+RAY_STAND_IN = 'while [ "$1" != -- ]; do shift; done; shift; "$@"'
+#: Runs its last two words; gives them no variables where Slurm's would not.
+SRUN = (
+    'case "$* $SLURM_EXPORT_ENV" in *--export=ALL*) clear=;; *NONE) clear="env -i";; *) clear=;; esac\n'
+    'shift $(($# - 2)); $clear "$@"'
+)
+
+
+def in_a_job(
+    folder: Path,
+    program: str,
+    *options: str,
+    ray: str = RAY_STAND_IN,
+    shell: tuple[str, ...] = ("bash",),
+    number: int | None = None,
+    **commands: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a job's file with stand-ins for Slurm's commands and Ray's, and others that are given."""
+    number = secrets.randbelow(10**9) if number is None else number
     (folder / "train.py").write_text(program)
     assert main([
         "launch", "slurm", str(folder / "train.py"), "--nodes=1", "--cpus-per-task=1", "--time=1",
-        f"--output={folder / 'job.sh'}",
+        *options, f"--output={folder / 'job.sh'}",
     ]) == 0  # fmt: skip
-    commands = {"srun": srun, "scontrol": "echo localhost", "python": f'exec {sys.executable} "$@"'}
-    (folder / "bin").mkdir()
+    commands |= {"srun": SRUN, "scontrol": "echo localhost", "ray": ray}
+    commands["sleep"] = "exec /bin/sleep 0.02"
+    commands["python"] = f'exec {sys.executable} "$@"'
+    (folder / "bin").mkdir(exist_ok=True)
     for name, body in commands.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / "bin" / name).chmod(0o755)
     environment = os.environ | {
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": str(number),
         "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1",
+        "TMPDIR": str(folder),
     }  # fmt: skip
+    environment = {k: v for k, v in environment.items() if k not in ("PS1", "RAY_TMPDIR")}
     done = subprocess.run(
-        ["bash", str(folder / "job.sh")], cwd=folder, env=environment, capture_output=True, text=True,
+        [*shell, str(folder / "job.sh")], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
-    assert not (folder / ".steepest-7").exists()
+    assert not list(folder.glob("**/.steepest-*"))
     return done

@@ -19,11 +19,13 @@ from tests.ray_hosts import (
 )
 
 PAGE = "docs/howto/places.md"
+PAGES = ("docs/howto/kubernetes.md", PAGE)
 
 
 def commands() -> list[str]:
-    """Lines of the page's shell examples."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / PAGE).read_text(), flags=re.DOTALL)
+    """Lines of the pages' shell examples."""
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     for block in blocks:
         assert len(block.splitlines()) <= 3, "three commands from a fresh machine"
     return [line for block in blocks for line in block.splitlines()]
@@ -51,7 +53,7 @@ def test_the_example_of_a_ray_for_a_block_runs_as_it_stands(place: Place) -> Non
     assert "allreduce 5\n" in printed
 
 
-def test_each_launch_command_of_the_page_writes_its_file(
+def test_each_launch_command_of_the_pages_writes_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,12 +69,14 @@ def test_each_launch_command_of_the_page_writes_its_file(
     assert applied == {"job.yaml", "job.sh"}
 
 
-@pytest.mark.parametrize("place_name", ["kubernetes", "slurm"])
-def test_the_page_names_every_option(place_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("page", "place_name"), [(PAGES[0], "kubernetes"), (PAGE, "slurm")])
+def test_the_page_names_every_option(
+    page: str, place_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["launch", place_name, "--help"])
     options = set(re.findall(r"--[a-z][-a-z]+", capsys.readouterr().out))
     # those that say themselves what they are, in `--help`
     options -= {"--help", "--name", "--output", "--namespace", "--keep", "--ray-version"}
-    text = (ROOT / PAGE).read_text()
+    text = (ROOT / page).read_text()
     assert {option for option in options if f"{option}" not in text} == set()
