@@ -53,9 +53,22 @@ def simulation() -> Iterator[Simulation]:
         yield found
 
 
-def trainer_of(task: JaxTask, strategy: Any, workers: int = 2) -> DistributedSGD:
-    config = run_config(failure=FailureConfig(patience=math.inf))  # no step with fewer workers
+def trainer_of(
+    task: JaxTask, strategy: Any, workers: int = 2, audit: float = 0.0
+) -> DistributedSGD:
+    failure = FailureConfig(patience=math.inf)  # no step with fewer workers
+    config = run_config(failure=failure, audit=audit)
     return DistributedSGD(task.creator(), workers, strategy=strategy, run_config=config)
+
+
+def test_audits_change_no_bit(simulation: Simulation) -> None:
+    found = []
+    for audit in (0.0, 1.0):
+        with trainer_of(MOMENTUM, STRATEGIES[0], audit=audit) as trainer:
+            trainer.fit(steps=4, progress=False)
+            found.append(trainer.weights())
+            assert "difference" not in [event.kind for event in trainer.stats().events]
+    assert same_bits(*found)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)

@@ -11,7 +11,7 @@ from tests.adapters.keras_tools import compute_in, double  # noqa: F401 - a fixt
 import numpy as np
 import pytest
 
-from steepest import DistributedSGD
+from steepest import DistributedSGD, RunConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.adapters.tensorflow import TensorFlowModel
 from tests.reference import difference
@@ -26,12 +26,14 @@ def creator(worker_index: int, device_index: int) -> TensorFlowModel:
     return TASK.creator()(worker_index, device_index)
 
 
-def test_the_models_of_all_workers_are_those_of_keras() -> None:
-    with DistributedSGD(creator, num_workers=2) as trainer:
+@pytest.mark.parametrize("audit", [0.0, 1.0])
+def test_the_models_of_all_workers_are_those_of_keras(audit: float) -> None:
+    with DistributedSGD(creator, num_workers=2, run_config=RunConfig(audit=audit)) as trainer:
         trainer.fit(steps=7, progress=False)
         of_keras = trainer.foreach_model(lambda model: model.keras_model.get_weights())
         threads = trainer.foreach_worker(lambda view: os.environ["TF_NUM_INTRAOP_THREADS"])
         weights, evaluated = trainer.weights(), trainer.evaluate((X, Y))
+        assert "difference" not in [event.kind for event in trainer.stats().events]
     assert threads == ["1", "1"]
     module, plan = TASK.compiled(), SamplePlan(len(X), 2 * BATCH, 0)
     for step in range(7):
