@@ -26,6 +26,7 @@ from steepest.planning.roles import (
     SendingSchedule,
     Sizes,
 )
+from steepest.strategies.rounds import RoundCoordinator
 
 _CLIENT = Peer("client", 0)
 _NEVER = 1e18  # seconds after which a step is given up
@@ -279,8 +280,7 @@ class _Simulation:
     def _decide(self, peer: Peer, message: Message) -> None:
         decided = self._coordinator.decide(peer, message)
         self._carry_out(decided + self._coordinator.settle())
-        state = self._coordinator.state
-        if state.makes_rounds:
+        if isinstance(self._coordinator, RoundCoordinator):
             self._look()
 
     def _look(self) -> None:

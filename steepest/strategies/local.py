@@ -12,13 +12,15 @@ import torch
 from steepest.compression.codecs import make_codec
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression, Int2, Int4, Int8
 from steepest.core.optim.spec import OptimizerSpec
-from steepest.core.protocol.commit_rules import CommitAll, CommitQuorum, CommitRule
+from steepest.core.protocol.commit_rules import CommitAll, CommitRule
+from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.strategies.strategy import ServerStrategy
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
 from steepest.strategies.delayed_nesterov import DelayedNesterov
 from steepest.strategies.formats import WithFormats
+from steepest.strategies.rounds import CommitQuorum, RoundCoordinator
 from steepest.validation import require_choice, require_count, require_number, require_positive
 
 _ALL = 1 << 30  # more servers than there are
@@ -223,6 +225,11 @@ class LocalStrategy(WithFormats, ServerStrategy):
             return CommitAll()
         shares = self.updates // self.updates_of_share
         return CommitQuorum(self.quorum, self.grace or 0.0, shares, ahead=self.delay > 0)
+
+    @property
+    def coordinator(self) -> type[JobCoordinator]:
+        """The class of the job's coordinator."""
+        return RoundCoordinator if self._has_rounds else JobCoordinator
 
     @property
     def copies(self) -> int:

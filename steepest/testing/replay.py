@@ -37,7 +37,6 @@ from steepest.core.messages.message import (
 )
 from steepest.core.models.protocol import Model
 from steepest.core.optim.arriving import ArrivingState
-from steepest.core.protocol.commit_rules import CommitQuorum
 from steepest.core.tensors.dtypes import Tensors, same_bits
 from steepest.core.tensors.half_precision import narrow_size, rounded
 from steepest.embedding.job_tables import dealing_of, delays_rows
@@ -46,6 +45,7 @@ from steepest.embedding.shard_records import disassemble
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
 from steepest.strategies.named import renewed
+from steepest.strategies.rounds import CommitQuorum
 
 if TYPE_CHECKING:
     from steepest.embedding.row_exchange import RowExchange

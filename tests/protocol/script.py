@@ -11,6 +11,8 @@ A line is one of these, and a line that begins with # is a comment:
 The lines that follow say what was sent: receivers, kind, and the fields that are not at their default.
 
     python -m tests.protocol.script       writes what is sent now into the scripts; read the difference
+
+What is not of the core is imported where it is used: scripts of the core are played without the rest of the package.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from steepest.core.protocol.commit_rules import (
     CommitAll,
     CommitEach,
     CommitFirst,
-    CommitQuorum,
     CommitRule,
 )
 from steepest.core.protocol.commit_state import CommitState, Outgoing
@@ -104,7 +105,6 @@ class Script:
             witnessed=given.pop("witnessed", False),
         )
         if what == "users":
-            # the tests of the core run without the rest of the package
             from steepest.parameter_server.open_coordinator import OpenCoordinator
 
             self._coordinator = OpenCoordinator(state, given.pop("nonfinite", "refuse"))
@@ -116,7 +116,12 @@ class Script:
                 return [{"lr": rates[step]}] if rates else [{}]
 
             updates = Updates(hyperparameters, **given)
-            self._coordinator = JobCoordinator(state, updates, **{"step_timeout": 10.0, **own})
+            kind = JobCoordinator
+            if not isinstance(state.rule, CommitAll | CommitEach | CommitFirst):
+                from steepest.strategies.rounds import RoundCoordinator
+
+                kind = RoundCoordinator
+            self._coordinator = kind(state, updates, **{"step_timeout": 10.0, **own})
 
     def _message(self, source: Peer, kind: str, fields: str = "") -> Message:
         body = next(found for found in BODIES.values() if found.KIND.name == kind)
@@ -164,6 +169,8 @@ def _rule(given: dict[str, Any]) -> CommitRule:
     if name == "first":
         return CommitFirst(int(number))
     if name == "quorum":
+        from steepest.strategies.rounds import CommitQuorum
+
         return CommitQuorum(int(number), given.pop("grace", 0.0))
     return CommitAll()
 

@@ -15,7 +15,6 @@ from steepest.core.protocol.commit_rules import (
     CommitAll,
     CommitEach,
     CommitFirst,
-    CommitQuorum,
     CommitRule,
     Staged,
     Verdict,
@@ -27,6 +26,7 @@ from steepest.core.protocol.push_tracking import (
     StagedTogether,
 )
 from steepest.core.protocol.sample_leases import Leases, Ledger
+from steepest.strategies.rounds import CommitQuorum
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
 from tests.random_examples import examples
 from tests.step_calls import library_calls
@@ -129,7 +129,7 @@ def test_a_push_is_decided_at_most_once_and_as_the_rule_says(
         sequence += 1
         staged.append(push(worker, sequence, working.pop(worker)))
         while staged:
-            commit, drop, _ = rule.decide(version, MEMBERS, tuple(staged))
+            commit, drop = rule.decide(version, MEMBERS, tuple(staged))
             ended = [*commit, *drop]
             assert set(ended) <= set(staged)
             assert len(set(ended)) == len(ended)
@@ -170,7 +170,7 @@ def test_a_quorum_makes_a_round_of_all_that_have_come() -> None:
     rule = CommitQuorum(2, grace=1.5)
     old, first, second = push(2, 1, pulled=0), push(1, 2, pulled=5), push(0, 3, pulled=5)
     assert rule.decide(5, MEMBERS, [old]) == Verdict()
-    assert rule.decide(5, MEMBERS, [old, first]) == Verdict((first, old), grace=1.5)
+    assert rule.decide(5, MEMBERS, [old, first]) == Verdict((first, old))
     assert rule.decide(5, MEMBERS, [old, first, second]) == Verdict((second, first, old))
     assert rule.decide(5, frozenset({2}), [old]) == Verdict((old,))  # nobody else computes
     assert CommitQuorum().decide(5, MEMBERS, [old, first]) == Verdict()

@@ -131,7 +131,7 @@ def make_coordinator(job: Job) -> JobCoordinator:
         clock=system().time if job.stores is not None and job.stores.keeps_time else None,
         groups=[hyper for _, hyper in job.server_spec.groups],
     )
-    return JobCoordinator(
+    return job.strategy.coordinator(
         state,
         updates,
         step_timeout=job.step_timeout,

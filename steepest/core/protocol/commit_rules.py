@@ -29,8 +29,6 @@ class Verdict(NamedTuple):
     # make the next version, in the order in which they are added up; empty to wait
     commit: tuple[Staged, ...] = ()
     drop: tuple[Staged, ...] = ()  # will never be committed
-    # seconds for which further pushes are waited for before that, from when the rule first said so of this version
-    grace: float = 0.0
 
 
 class CommitRule(Protocol):
@@ -219,57 +217,3 @@ class CommitEach:
     def versions_per_step(self, workers: int) -> int:
         """Return as many versions as there are workers: each push is one."""
         return workers
-
-
-@dataclass(frozen=True)
-class CommitQuorum:
-    """Rounds of as many pushes as have come in time; a late one is part of the next round.
-
-    The version counts shares of samples, so that a step has as many however they were divided into rounds. Of a model
-    in fragments each push is of that whose turn it is at its worker, and a round of any: if a late push had to wait
-    for a round of its own fragment, the worker that it leaves behind would wait for that of its own, and so on.
-
-    Args:
-        quorum: how many pushes make a round; None for those of all workers that have begun one.
-        grace: seconds for which further ones are waited for then.
-        shares: the most shares of samples that a worker is leased at a time: the fastest gets so many, others
-            as many as they compute meanwhile. A version is one of them.
-        ahead: whether a worker is leased its next shares, too, to begin before its push is committed.
-
-    Reference: Decoupled DiLoCo, arXiv:2604.21428.
-    """
-
-    quorum: int | None = None
-    grace: float = 0.0
-    shares: int = 1
-    ahead: bool = False
-    needs_all = False
-    same_version = False
-
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
-        """Commit all staged pushes, ordered by worker, once they are enough, or none of `members` lacks one.
-
-        Members are the workers of whom a push may come.
-        """
-        chosen = tuple(sorted(staged))
-        if {push.worker for push in staged} >= members:
-            return Verdict(chosen)
-        if self.quorum is None or len(chosen) < self.quorum:
-            return Verdict()
-        return Verdict(chosen, grace=self.grace)
-
-    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Return True: a worker waits until its last push is committed."""
-        return True
-
-    def needs(self, workers: int) -> int:
-        """Return 1: where fewer compute than the quorum, as dead ones are being replaced, a round is of these."""
-        return 1
-
-    def pushes_per_step(self, workers: int) -> int:
-        """Return as many shares as all workers compute at the fastest's pace, whoever computes them."""
-        return workers * self.shares
-
-    def versions_per_step(self, workers: int) -> int:
-        """Return as many as there are shares in a step."""
-        return workers * self.shares

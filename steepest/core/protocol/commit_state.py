@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,7 @@ from steepest.core.messages.message import Message, Peer, server_peer
 from steepest.core.messages.snapshots import Install
 from steepest.core.optim.spec import Schedule, ScheduleState
 from steepest.core.protocol.commit_rules import (
-    CommitQuorum,
     CommitRule,
-    Staged,
-    Verdict,
     leases_samples,
     pushes_per_update,
     stages_each,
@@ -96,22 +93,6 @@ class CommitState:
     def is_current(self, generation: int, pulled: int) -> bool:
         """Return whether a push of a generation, made from version `pulled`, may still be committed."""
         return generation == self.generation and (pulled == self.version or stages_each(self.rule))
-
-    @property
-    def makes_rounds(self) -> bool:
-        """Whether a version may be made of more or fewer pushes, and be made because time has passed."""
-        return isinstance(self.rule, CommitQuorum)
-
-    def decide(self, complete: Sequence[Staged]) -> Verdict:
-        """Return what the rule decides on complete pushes, oldest first."""
-        workers = frozenset(self.leases.busy) if self.makes_rounds else self.members
-        return self.rule.decide(self.version, workers, complete)
-
-    def made_by(self, pushes: Sequence[Staged]) -> int:
-        """Return as how many versions a commit of some pushes counts."""
-        if not self.makes_rounds:
-            return 1
-        return sum(len(self.leases.shares_of(push.worker)) for push in pushes)
 
     def advance(self, versions: int = 1) -> None:
         """Begin the version after so many, which one commit has made."""

@@ -24,7 +24,7 @@ from steepest.core.messages.gradients import (
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
 from steepest.core.messages.snapshots import Read, Snapshot
 from steepest.core.protocol.agreement import UnlikeError, agreed
-from steepest.core.protocol.commit_rules import Staged
+from steepest.core.protocol.commit_rules import Staged, Verdict
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.push_tracking import (
     MOST_CULPRITS,
@@ -75,7 +75,7 @@ class Made(NamedTuple):
     staleness: Mapping[int, int]  # of these, by worker
     norm: float | None  # of the gradient; None where it is not known
     skipped: bool  # whether the version leaves them out, because of NaN or infinity
-    versions: int = 1  # as how many versions it counts
+    versions: Sequence[int]  # how many are whole with each push
 
 
 class Coordinator(ABC):
@@ -104,8 +104,6 @@ class Coordinator(ABC):
         # By reader: its request to read a version that is not committed yet.
         self._waiting: dict[Peer, Read] = {}
         self._now = math.inf  # until the caller first tells the time
-        # the generation and version whose pushes are enough, and since when; infinity until the time is told
-        self._enough: tuple[tuple[int, int], float] = (-1, -1), math.inf
 
     @property
     def version(self) -> int:
@@ -175,10 +173,6 @@ class Coordinator(ABC):
         out = self.settle() + self._tick()
         if behind:
             out += self._decide() if state.reach_schedule() else []
-        elif state.makes_rounds:
-            position, since = self._enough
-            self._enough = position, min(since, now)
-            out += self._decide()
         return out + self.settle()
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
@@ -225,6 +219,18 @@ class Coordinator(ABC):
     @abstractmethod
     def _lost(self, peer: Peer, reason: str) -> Outgoing:
         """Act on the loss of a peer, whose channel closed for `reason`."""
+
+    def _chosen(self, complete: Sequence[Staged]) -> Verdict:
+        """Return which complete pushes, oldest first, make the next version, and which never will."""
+        return self.state.rule.decide(self.state.version, self.state.members, complete)
+
+    def _versions_of(self, pushes: Sequence[Staged]) -> Sequence[int]:
+        """Return how many versions are whole with each of the pushes of a commit: one with the last."""
+        return [*[0] * (len(pushes) - 1), 1]
+
+    def _fragments(self, reports: Reports) -> Sequence[int]:
+        """Return the parts of the model that a commit changes, ascending; none where each version has its own."""
+        return ()
 
     def _tick(self) -> Outgoing:
         """Give up overdue steps."""
@@ -347,10 +353,10 @@ class Coordinator(ABC):
         state = self.state
         out: Outgoing = []
         while (complete := state.staging.complete()) and state.reach_schedule():
-            chosen, late, grace = state.decide(complete)
+            chosen, late = self._chosen(complete)
             if late:
                 out += self._drop(late)
-            if not chosen or (grace and not self._has_waited(grace)):
+            if not chosen:
                 break
             told, may_commit = self._audit()
             out += told
@@ -364,15 +370,6 @@ class Coordinator(ABC):
             else:
                 out += self._commit(chosen, skip=skip or bool(culprits))
         return out
-
-    def _has_waited(self, grace: float) -> bool:
-        """Return whether the pushes of the next version have been enough for so many seconds."""
-        position, since = self._enough
-        now = self.state.generation, self.state.version
-        if position != now:
-            self._enough = now, math.inf
-            return False
-        return self._now - since >= grace
 
     def _commit(self, pushes: tuple[Staged, ...], *, skip: bool) -> Outgoing:
         """Make pushes the next version, or a version that changes nothing (`skip`)."""
@@ -400,13 +397,13 @@ class Coordinator(ABC):
             clip = clip_factor(norm, most)
         if self._updates.sums:
             clip *= math.fsum(r.total for r in reports.values() if isinstance(r, Report))
-        made = state.made_by(pushes)
-        parts = {r.fragment for r in reports.values() if isinstance(r, Report)}
+        versions = self._versions_of(pushes)
+        made = sum(versions)
         clock = 0 if self._updates.clock is None else int(self._updates.clock())
         entry = self._entry((made, clock), pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance(made)
-        readers, answers = self._committed(Made(pushes, reports, staleness, norm, skip, made))
+        readers, answers = self._committed(Made(pushes, reports, staleness, norm, skip, versions))
         commit = CommitOrder(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,
@@ -415,7 +412,7 @@ class Coordinator(ABC):
             entry=state.log_entry(entry),
             made=made,
             clock=clock,
-            fragments=sorted(parts) if state.makes_rounds else (),
+            fragments=self._fragments(reports),
         )
         return state.to_servers(commit) + answers + self._reads_due()
 

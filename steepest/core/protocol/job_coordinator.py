@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from steepest.core.messages import driver
@@ -22,10 +21,10 @@ from steepest.core.messages.membership import (
 from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.core.messages.snapshots import Install, Installed, Refused
 from steepest.core.protocol.audits import Audits
-from steepest.core.protocol.commit_rules import CommitQuorum, Staged, knows_norms
+from steepest.core.protocol.commit_rules import Staged, knows_norms
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator, Made, Readers, Updates
-from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach, StagedTogether
+from steepest.core.protocol.push_tracking import Reported, StagedEach, StagedTogether
 from steepest.core.protocol.step_summary import OpenStep
 from steepest.core.status import Status
 from steepest.errors import ProtocolError, listed
@@ -84,13 +83,8 @@ class JobCoordinator(Coordinator):
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
-        # the fragment, counted round and round, after that of most pushes of the last round; None before that
-        self._turn: int | None = None
-        # Of commits whose pushes are not counted yet: generation, version before, reports and staleness
-        # by worker, norm, versions after each push.
-        self._unsettled: list[
-            tuple[int, int, Reports, Mapping[int, int], float | None, Sequence[int]]
-        ] = []
+        # commits whose pushes are not counted yet, with their generation and the version before
+        self._unsettled: list[tuple[int, int, Made]] = []
         self._since = math.inf  # when the open version was begun, on the caller's clock
 
     # -- events --------------------------------------------------------------------------------
@@ -378,59 +372,42 @@ class JobCoordinator(Coordinator):
         # steps are committed.
         state = self.state
         granted = self.limit - state.version
-        # Where a step is several updates, no more pushes than these need may be on their way.
-        several = state.versions_per_step > 1 or not granted or state.makes_rounds
-        most = granted * state.pushes_per_update if several else math.inf
         out: Outgoing = []
         chosen = []
-        ahead = isinstance(state.rule, CommitQuorum) and state.rule.ahead
-        leased = state.leases.lease(self.joined, most, self._now, self._shares_wanted, ahead=ahead)
-        for worker, shares, following in leased:
+        for worker, lease in self._leases(granted):
             chosen.append(worker)
-            last = state.leases.last_applied.get(worker, 0)
-            lease = Lease(
-                *(state.generation, state.version, shares[0]),
-                stats=self._stats,
-                committed=last,
-                count=len(shares),
-                ahead=[following[0], len(following)] if following else (),
-                turn=self._turn,
-            )
             out.append((worker_peer(worker), lease.pack()))
         idle = () if granted else sorted(self.joined - set(state.leases.busy))
         behind = state.leases.behind([*chosen, *idle], state.version)
         return [[worker, 0] for worker in behind], out
 
-    def _shares_wanted(self, worker: int) -> int:
-        """Return how many shares a worker computes while the fastest computes as many as the rule has for it."""
-        rule, paces = self.state.rule, self.state.history.paces
-        most = rule.shares if isinstance(rule, CommitQuorum) else 1
-        if most == 1 or worker not in paces:
-            return most
-        fastest = min(
-            pace for other, pace in paces.items() if other in self.joined or other == worker
+    def _leases(self, granted: int) -> Iterator[tuple[int, Lease]]:
+        """Lease free shares to idle workers while so many versions are granted; yield the workers with their leases."""
+        state = self.state
+        # Where a step is several updates, no more pushes than these need may be on their way.
+        several = state.versions_per_step > 1 or not granted
+        most = granted * state.pushes_per_update if several else math.inf
+        for worker, shares, _ in state.leases.lease(self.joined, most, self._now):
+            yield worker, self._lease_of(worker, shares)
+
+    def _lease_of(self, worker: int, shares: range) -> Lease:
+        """Return the message with a worker's lease."""
+        state = self.state
+        last = state.leases.last_applied.get(worker, 0)
+        return Lease(
+            *(state.generation, state.version, shares[0]), stats=self._stats, committed=last
         )
-        return max(1, min(most, round(most * fastest / max(paces[worker], 1e-9))))
 
     def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Add pushes to the open step and lease the next shares."""
         state = self.state
-        settled = made.reports, made.staleness, made.norm
-        before, after = state.version - made.versions, [state.version] * len(made.pushes)
-        if state.makes_rounds:
-            counts = [len(state.leases.shares_of(push.worker)) for push in made.pushes]
-            after = [before + count for count in accumulate(counts)]
-            for push, count, version in zip(made.pushes, counts, after, strict=True):
-                self._add_timings(push.worker, made.reports[push.worker], version, count)
-        self._unsettled.append((state.generation, before, *settled, after))
+        self._unsettled.append((state.generation, state.version - sum(made.versions), made))
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if not state.leases_samples:
             readers = [[push.worker, 0] for push in made.pushes]
         else:
             state.leases.commit(made.pushes, skipped=made.skipped)
-            turns = [r.fragment for r in made.reports.values() if isinstance(r, Report)]
-            self._turn = max(turns, key=turns.count) + 1 if turns else None
             if state.rule.same_version:  # what the others are computing can only be dropped
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()
@@ -441,21 +418,21 @@ class JobCoordinator(Coordinator):
         out: Outgoing = []
         per_step = self.state.versions_per_step
         unsettled, self._unsettled = self._unsettled, []
-        for generation, before, reports, staleness, norm, after in unsettled:
-            self._step.add_norm(norm)
-            ended, rounds = before // per_step, self.state.makes_rounds
-            for (worker, report), version in zip(reports.items(), after, strict=True):
+        for generation, version, made in unsettled:
+            self._step.add_norm(made.norm)
+            for (worker, report), versions in zip(made.reports.items(), made.versions, strict=True):
                 assert isinstance(report, Report)
-                self._step.add(worker, report, staleness[worker])
-                # a round may be of the end of one step and the beginning of the next
-                if rounds:
+                self._step.add(worker, report, made.staleness[worker])
+                if versions:  # pushes may be of the end of one step and the beginning of the next
+                    ended, version = version // per_step, version + versions
                     out += self._results(generation, ended, version // per_step)
-                    ended = version // per_step
-                else:
-                    self._add_timings(worker, report, version)
-            if not rounds:
-                out += self._results(generation, ended, after[-1] // per_step)
+            self._note_paces(made, version)
         return out
+
+    def _note_paces(self, made: Made, version: int) -> None:
+        """Note how fast workers were whose pushes are part of a version."""
+        for worker, report in made.reports.items():
+            self._add_timings(worker, report, version)
 
     def _add_timings(self, worker: int, report: Reported, version: int, shares: int = 1) -> None:
         """Note the pace of a worker whose push, of so many shares, is part of a version."""

@@ -9,6 +9,7 @@ import torch
 
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
+from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.transport.channel import TRANSPORTS
@@ -56,6 +57,11 @@ class Strategy:
     def rule(self) -> CommitRule:
         """How staged pushes become updates: by default one push of every worker makes one."""
         return CommitAll()
+
+    @property
+    def coordinator(self) -> type[JobCoordinator]:
+        """The class of the job's coordinator, for a rule that asks for more than which pushes are staged."""
+        return JobCoordinator
 
     @property
     def updates(self) -> int:
