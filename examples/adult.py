@@ -22,9 +22,7 @@ def load(folder: Path | None = None) -> tuple[Data, Data]:
     They are read from adult.data and adult.test in `folder`, or in STEEPEST_DATA's folder adult.
     Without either, scikit-learn's tumours take their place, with whole numbers for texts.
     """
-    shared = data_directory()
-    if folder is None and shared is not None and (shared / "adult").is_dir():
-        folder = shared / "adult"
+    folder = folder_of(folder)
     if folder is None:
         train, test = tumours()
     else:
@@ -32,6 +30,14 @@ def load(folder: Path | None = None) -> tuple[Data, Data]:
     mean, deviation = train[1].mean(dim=0), train[1].std(dim=0)
     one, other = ((ids, (x - mean) / deviation, y) for ids, x, y in (train, test))
     return one, other
+
+
+def folder_of(given: Path | None) -> Path | None:
+    """Return the folder that is given, or STEEPEST_DATA's; None if there is neither."""
+    shared = data_directory()
+    if given is None and shared is not None and (shared / "adult").is_dir():
+        return shared / "adult"
+    return given
 
 
 def read(path: Path) -> Data:
@@ -49,7 +55,10 @@ def hashed(text: str) -> int:
 
 
 def tumours() -> tuple[Data, Data]:
-    from sklearn.datasets import load_breast_cancer
+    try:
+        from sklearn.datasets import load_breast_cancer
+    except ImportError as error:
+        raise SystemExit("needs scikit-learn: pip install 'steepest[demo]'") from error
 
     x, y = (torch.tensor(part).float() for part in load_breast_cancer(return_X_y=True))
     ids = (10 * x[:, 20:28] / x[:, 20:28].max(dim=0).values).long()

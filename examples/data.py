@@ -84,7 +84,10 @@ def download(folder: Path) -> None:
 
 def load_small_digits() -> Digits:
     """scikit-learn's digits of 8 x 8 pixels, enlarged to 28 x 28: 1,437 to train, 360 to test."""
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SystemExit("needs scikit-learn: pip install 'steepest[demo]'") from error
 
     pixels, classes = load_digits(return_X_y=True)
     small = torch.as_tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)

@@ -1,4 +1,4 @@
-"""A Flax network learns handwritten digits to 97% on two workers, one of which is killed on the way.
+"""A Flax network learns handwritten digits to 98% on two workers, one of which is killed on the way.
 
     python examples/mnist_flax.py                          # by a synchronous parameter server
     python examples/mnist_flax.py --strategy allreduce     # or async, ssp, local, simple

@@ -14,12 +14,16 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from data import Arrays, load_mnist
 
 from steepest import Callback, DistributedSGD, StepResult, TensorFlowModel
+
+if find_spec("keras") is None or find_spec("tensorflow") is None:
+    raise SystemExit("needs Keras and TensorFlow: pip install 'steepest[tensorflow]'")
 
 BATCH = 64  # samples for each worker and step
 STRATEGIES = ("ps", "allreduce", "async", "ssp", "local", "simple")

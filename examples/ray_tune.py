@@ -2,7 +2,8 @@
 
     python examples/ray_tune.py     # --strategies ps async ssp --rates 1 0.1 0.01 --workers 4
 
-Each trial trains a small network on scikit-learn's digits, and reports an accuracy after each epoch.
+Each trial trains a small network on scikit-learn's digits, and reports an accuracy after each epoch; the
+best ones reach 90%.
 Needs `pip install 'steepest[demo,tune]'`.
 """
 
@@ -15,9 +16,13 @@ from typing import Any
 import torch
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    raise SystemExit("needs scikit-learn: pip install 'steepest[demo]'") from error
 
 from steepest import Callback, DistributedSGD, EvaluationResult, TorchModel, accuracy
 

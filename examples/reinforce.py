@@ -4,7 +4,8 @@
     python examples/reinforce.py --workers 2
 
 A loop of the user's own without a loader. The environment, written here, is a walk of nine places: the policy starts
-somewhere, goes left or right, and is to reach the right end soon. At random it gets there in one game out of two.
+somewhere, goes left or right, and is to reach the right end soon. At first it gets there in one game out of three,
+after 40 rounds in each.
 """
 
 from __future__ import annotations

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 _BLOCK = re.compile(r"```mermaid\n(.*?)```\n", flags=re.DOTALL)
+#: narrow enough for a phone, where a picture is as wide as the page
+_NARROW = {
+    "sequence": {
+        "wrap": True, "width": 130, "actorMargin": 25, "diagramMarginX": 4, "mirrorActors": False,
+    }
+}  # fmt: skip
 #: by the class that the theme gives to what is shown in one mode alone, Mermaid's theme
 _THEMES = {"only-light": "neutral", "only-dark": "dark"}
 
@@ -35,5 +41,5 @@ def drawn(page: str, path: Path, draw: Callable[[str, str], str] | None = None) 
 def _by_mermaid(source: str, theme: str) -> str:
     import mermaidx
 
-    drawing: str = mermaidx.render(source, theme=theme).svg()
+    drawing: str = mermaidx.render(source, theme=theme, config=_NARROW).svg()
     return drawing

@@ -70,7 +70,7 @@ CONFIGURED = (
 _MADE_ALONE = ("Strategies", "Settings of a job")
 #: characters of a cell, where a sentence is not longer
 _LONGEST = 280
-_MADE = "Made by `python -m release.reference`"
+_MADE = "<!-- made by python -m release.reference -->"
 
 
 def described(found: Any) -> dict[str, str]:
@@ -100,7 +100,7 @@ def settings_page() -> str:
     page = (
         "# Settings\n\nThe settings of the trainer, of `fit`, of strategies, of compression, of `RunConfig` with its "
         "parts and of `Checkpoints`.\nEach has its default and the beginning of its docstring; [the page of the "
-        f"name](api.md) has all of it.\n\n{_MADE}.\n"
+        f"name](api.md) has all of it.\n\n{_MADE}\n"
     )
     for name in CONFIGURED:
         found = operator.attrgetter(name)(steepest)
@@ -117,8 +117,9 @@ def settings_page() -> str:
 def errors_page() -> str:
     """Return the page of all errors: the tree, and when each is raised."""
     about, tree, *more = inspect.cleandoc(errors.__doc__ or "").split("\n\n")
-    page = f"# Errors\n\n{about} They are in `steepest.errors`.\n\n```text\n{tree}\n```\n\n"
-    page += "\n\n".join(map(_joined, more)) + f"\n\n{_MADE}.\n"
+    names = re.sub(r"^(.*?\w+Error(?: \(\w+\))?).*$", r"\1", tree, flags=re.MULTILINE)
+    page = f"# Errors\n\n{about} They are in `steepest.errors`.\n\n```text\n{names}\n```\n\n"
+    page += "\n\n".join(map(_joined, more)) + f"\n\n{_MADE}\n"
     for name in re.findall(r"\b(\w+Error)\b(?! ?\)|,)", re.sub(r"\(.*?\)", "", tree)):
         found = getattr(errors, name)
         bases = [each for each in found.__bases__ if each.__module__ == "builtins"]
@@ -134,7 +135,7 @@ def commands_page() -> str:
     parser = make_parser()
     page = (
         "# Commands\n\nThe command `steepest`, which `python -m steepest` is, too. "
-        f"`steepest COMMAND --help` says the same.\n\n{_MADE}.\n"
+        f"`steepest COMMAND --help` says the same.\n\n{_MADE}\n"
     )
     for path, each, about in _commands(parser, "steepest"):
         arguments = [
@@ -157,7 +158,7 @@ def names_page() -> str:
     page = (
         "# Public names\n\nAll that `from steepest import ...` offers, and the modules beside it. Docstrings have "
         "shapes, units, errors\nand examples. [Settings](settings.md), [commands](commands.md) and "
-        f"[errors](errors.md) have pages of their own.\n\n{_MADE}.\n"
+        f"[errors](errors.md) have pages of their own.\n\n{_MADE}\n"
     )
     for group, names in GROUPS.items():
         page += f"\n## {group}\n\n| name | |\n|---|---|\n"

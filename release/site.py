@@ -45,7 +45,7 @@ html_theme = "furo"
 html_title = {title!r}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_theme_options = {options!r}
 default_role = "py:obj"  # docstrings have names in single backticks: links, where they are public
 myst_heading_anchors = 4

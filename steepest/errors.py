@@ -1,20 +1,20 @@
 """The exceptions of steepest.
 
 SteepestError
-├── ConfigurationError (ValueError)      an argument is wrong; nothing was started or changed
+├── ConfigurationError (ValueError)      an argument is wrong; nothing has begun
 ├── ResourcesError                       the cluster cannot place what was asked
 ├── StepError                            the job's processes did not do what they were asked
 │   ├── ModelError (ConfigurationError)  a model breaks the protocol, or replicas disagree
-│   │   └── UnfrozenError                a loop's step trains what was frozen; never leaves a trainer
-│   ├── ModelRaisedError                 the user's code or data raised; its traceback is the cause
+│   │   └── UnfrozenError                a step trains what was frozen; you never see it
+│   ├── ModelRaisedError                 your code or data raised
 │   ├── NonFiniteError                   a gradient holds NaN or infinity
-│   ├── DeadlineError (TimeoutError)     something did not happen in time; names the peers awaited
-│   ├── DataPlaneError (ConnectionError)  workers that live cannot add up gradients together
-│   └── PeerLostError (ConnectionError)  a process died; names it, its node, its last log lines
-├── MessageTooLargeError                 a message does not fit into a frame; raised at the sender
-├── ProtocolError                        a frame is malformed, truncated, oversized or out of place
+│   ├── DeadlineError (TimeoutError)     something did not happen in time
+│   ├── DataPlaneError (ConnectionError) workers that live cannot add up gradients
+│   └── PeerLostError (ConnectionError)  a process died
+├── MessageTooLargeError                 a message does not fit into a frame
+├── ProtocolError                        a frame is malformed or out of place
 │   └── AuthenticationError              a peer did not prove the job's token
-├── CheckpointError                      a checkpoint is missing, damaged or of another model
+├── CheckpointError                      a checkpoint is missing or damaged
 └── ShutdownError                        the trainer was used after `shutdown()`
 
 `DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; each subclass names

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import importlib
 import re
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,63 @@ def examples() -> Iterator[dict[str, Any]]:
             for by in (cloudpickle, ray.cloudpickle):
                 by.unregister_pickle_by_value(module)
             del sys.modules[name]
+
+
+# -- what they need ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Has a package be missing; examples find each other meanwhile."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    before = {*sys.modules}
+
+    def remove(package: str) -> None:
+        for module in [each for each in sys.modules if each.partition(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, package, None)
+
+    yield remove
+    for name in {*sys.modules} - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [
+        ("own_loop_digits", "sklearn", "demo"),
+        ("own_loop_gan", "sklearn", "demo"),
+        ("own_model", "sklearn", "demo"),
+        ("own_strategy", "sklearn", "demo"),
+        pytest.param("ray_data", "sklearn", "demo", marks=pytest.mark.long),
+        pytest.param("ray_tune", "sklearn", "demo", marks=pytest.mark.long),
+        ("wide_and_deep", "sklearn", "demo"),
+        ("mnist_keras", "keras", "tensorflow"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    without: Callable[[str], None], name: str, missing: str, extra: str
+) -> None:
+    without(missing)
+    path = EXAMPLES / f"{name}.py"
+    with pytest.raises(SystemExit, match=re.escape(f"pip install 'steepest[{extra}]'")):
+        runpy.run_path(str(path), run_name="__main__")
+    assert re.search(rf"pip install '.*steepest\[(\w+,)*{extra}(,\w+)*\]", path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [("data", "load_mnist"), ("adult", "load"), ("a9a_logistic_regression", "load")],
+)
+def test_a_substitute_for_missing_data_names_its_extra(
+    without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, name: str, load: str
+) -> None:
+    monkeypatch.delenv("STEEPEST_DATA", raising=False)
+    without("sklearn")
+    found = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    with pytest.raises(SystemExit, match=re.escape("pip install 'steepest[demo]'")):
+        found[load]()
 
 
 # -- a network on MNIST --------------------------------------------------------------------------------

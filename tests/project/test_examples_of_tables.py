@@ -61,7 +61,9 @@ def test_tumours_stand_in_for_adult(
     monkeypatch.delenv("STEEPEST_DATA", raising=False)
     area = examples["wide_and_deep"].main(["--strategy", "ps"])
     assert area > 0.95  # it reaches 0.99
-    assert capsys.readouterr().out.endswith(f"400 people, 3 updates: test AUC {area:.4f}\n")
+    assert capsys.readouterr().out.endswith(
+        f"tumours: 400 samples, 3 updates, test AUC {area:.4f}\n"
+    )
 
 
 @pytest.mark.full
@@ -80,7 +82,7 @@ def test_adult_reaches_the_published_auc(
 ) -> None:
     area = examples["wide_and_deep"].main(["--strategy", strategy])
     assert area > PUBLISHED - 0.002  # it reaches 0.9006 to 0.9045
-    said = rf"32,561 people, 254 updates: test AUC {area:.4f}\n$"
+    said = rf"Adult: 32,561 samples, 254 updates, test AUC {area:.4f}\n$"
     assert re.search(said, capsys.readouterr().out)
 
 
