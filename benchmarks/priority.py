@@ -1,4 +1,4 @@
-"""What it brings that weights of the first layers come first: a network shaped as VGG, on slow links.
+"""What it brings that weights of the first layers come first, and that a forward pass begins with these: on slow links.
 
     python -m benchmarks.priority                      # two hosts with a worker each, 1 Gbit/s
     python -m benchmarks.priority --mbit 3000 --rounds 7
@@ -6,9 +6,10 @@
 Servers send the weights of a step in the order in which the next forward pass uses them (priority scheduling, as
 in ByteScheduler, Peng et al. 2019), and each layer waits for its own weights only. The network is made for that: its
 convolutions come first, compute nearly everything and have a third of the 28 million parameters; two large layers
-come last. The contender's servers send in the reverse order, that of the backward pass, in which gradients come.
-Gradients need no priority: no weight of a step leaves before its last gradient has come. Both jobs stay alive,
-blocked while idle, and take turns; odd rounds run in reverse order. A ratio is that of one round.
+come last. One contender's servers send in the reverse order, that of the backward pass, in which gradients come; the
+workers of another begin a step when all weights are here. Gradients need no priority: no weight of a step leaves before
+its last gradient has come. Jobs stay alive, blocked while idle, and take turns; odd rounds run in reverse order. A
+ratio is that of one round.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch import nn
 from benchmarks.models import CLASSES, Workload
 from benchmarks.namespaces import Orders, Team, star
 from benchmarks.network import OVERHEAD
-from benchmarks.overhead import alternate, positive
+from benchmarks.overhead import alternate, positive, ratios
 from benchmarks.training_bodies import job_team, take_part
 from steepest.core.engine.server import Server
+from steepest.core.engine.worker import Worker
 
 STEPS = 4
 PLAN = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # of VGG-11
@@ -70,13 +72,22 @@ def last_layers_first(orders: Orders, **given: Any) -> None:
     take_part(orders, **given)
 
 
+def all_weights_first(orders: Orders, **given: Any) -> None:
+    """A process of a job whose workers begin a step when all of its weights are here."""
+    Worker._begins_early = lambda self: False  # type: ignore[method-assign]
+    take_part(orders, **given)
+
+
+BODIES = {"first": take_part, "last": last_layers_first, "whole": all_weights_first}
+
+
 def measure(hosts: int, mbit: int, rounds: int) -> str:
     """Return the table."""
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         spaces = stack.enter_context(star(hosts, mbit))
         teams: dict[str, Team] = {}
-        for name, body in (("first", take_part), ("last", last_layers_first)):
+        for name, body in BODIES.items():
             meeting = stack.enter_context(tempfile.TemporaryDirectory())
             team = job_team(spaces, WORKLOAD, "ps", meeting, body=body)
             teams[name] = stack.enter_context(team)
@@ -84,15 +95,19 @@ def measure(hosts: int, mbit: int, rounds: int) -> str:
         times = alternate(
             {name: functools.partial(turn, team) for name, team in teams.items()}, rounds
         )
-    ratios = [first / last for first, last in zip(times["first"], times["last"], strict=True)]
     size = 4 * WORKLOAD.parameters()
     least = 8 * OVERHEAD * 2 * (hosts - 1) / hosts * size / (mbit * 1e6)
-    return (
-        f"{hosts} hosts x 1 at {mbit} Mbit/s, {size / 1e6:.0f} MB of parameters, median of {rounds} rounds\n"
-        f"first layers first {1e3 * median(times['first']):.0f} ms a step, last layers first "
-        f"{1e3 * median(times['last']):.0f}, the links alone {1e3 * least:.0f}\n"
-        f"ratio {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    )
+    lines = [
+        f"{hosts} hosts x 1 at {mbit} Mbit/s, {size / 1e6:.0f} MB of parameters, median of {rounds} rounds; "
+        f"the links alone take {1e3 * least:.0f} ms"
+    ]
+    for name, seconds in times.items():
+        found = ratios(times["first"], seconds)
+        lines.append(
+            f"{name:6} {1e3 * median(seconds):6.0f} ms a step; first over it {found['median']:.2f} "
+            f"({found['min']:.2f} to {found['max']:.2f})"
+        )
+    return "\n".join(lines)
 
 
 def turn(team: Team) -> float:
