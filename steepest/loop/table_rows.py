@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from steepest.tables.table import Table
 
 
-class _Pushed(NamedTuple):
+class _SentRows(NamedTuple):
     """The arguments of `RowSource.push`."""
 
     group: int
@@ -28,7 +28,7 @@ class _Pushed(NamedTuple):
     sightings: Int32s
     lives: Int32s | None
 
-    def times(self, factor: float) -> _Pushed:
+    def times(self, factor: float) -> _SentRows:
         """Return the same with its gradients multiplied."""
         return self._replace(gradients=self.gradients * self.gradients.dtype.type(factor))
 
@@ -72,8 +72,8 @@ class LoopRows:
     def __init__(self, ask: Callable[[Errand], Any]) -> None:
         self._ask = ask
         self.source: Any = None
-        self._kept: list[_Pushed] = []  # of the step in progress
-        self._sent: list[_Pushed] = []  # of the last step
+        self._kept: list[_SentRows] = []  # of the step in progress
+        self._sent: list[_SentRows] = []  # of the last step
         self._held: Sequence[torch.nn.Parameter] = ()
 
     def use(self, source: RowSource) -> LoopRows:
@@ -138,7 +138,7 @@ class LoopRows:
         lives: Int32s | None = None,
     ) -> None:
         """Keep gradients up to the step."""
-        self._kept.append(_Pushed(group, tables, ids, gradients, sightings, lives))
+        self._kept.append(_SentRows(group, tables, ids, gradients, sightings, lives))
 
     def follow(
         self,

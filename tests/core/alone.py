@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Tests of the core's roles, and of rules and parts of them that need nothing else.
 TESTS = [
-    "tests/core", "tests/data/test_sampler.py", "tests/protocol/test_coordinator.py", "tests/protocol/test_scripts.py",
-    "tests/tensors/test_layout.py",
+    "tests/core", "tests/data/test_sampler.py", "tests/protocol/test_coordinator.py",
+    "tests/protocol/test_coordinator_scripts.py", "tests/tensors/test_layout.py",
     "tests/transport/test_router.py",
 ]  # fmt: skip
 PARTS = [
