@@ -34,8 +34,8 @@ PASSED_OVER = shutil.ignore_patterns(
 IN_SOURCES = (
     "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md",
     "Makefile", "constraints.txt", ".ci/run", "steepest/__init__.py", "steepest/py.typed", "tests/conftest.py",
-    "tests/project/test_docs.py", "benchmarks/tests/conftest.py", "docs/howto/guide.md", "examples/own_loop_digits.py",
-    "release/package.py",
+    "tests/project/test_docs.py", "benchmarks/tests/conftest.py", "docs/howto/trainer.md",
+    "examples/own_loop_digits.py", "release/package.py",
 )  # fmt: skip
 
 

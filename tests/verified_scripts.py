@@ -22,7 +22,7 @@ STEPS, WORKERS = 6, 2
 _PAGES = (
     "README.md",
     "docs/howto/own_loop.md",
-    "docs/howto/porting.md",
+    "docs/howto/from_pytorch.md",
     "docs/howto/from_ddp.md",
     "docs/howto/from_horovod.md",
     "docs/howto/from_ray_train.md",

@@ -55,7 +55,7 @@ class FailureConfig:
             successor, when no spare process is ready, before the other workers continue without it
             until the successor is there. A single worker is always waited for. `math.inf` keeps all
             workers in every step, and gives the bits of a run in which no process died, unless the
-            dead worker took state of its own with it (see docs/explanation/failures.md). With any other value
+            dead worker took state of its own with it (see docs/explanation/deaths.md). With any other value
             than 0, servers wait for a dead server's successor too.
 
     Raises:

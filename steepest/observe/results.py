@@ -154,7 +154,7 @@ class Event(NamedTuple):
         step: number of steps committed by then.
         line: the line of the log.
         record: what was done and why, and for how many seconds each part of it took, as the logger
-            "steepest.changes" has it, see docs/explanation/failures.md; "" for what is announced only.
+            "steepest.changes" has it, see docs/explanation/deaths.md; "" for what is announced only.
     """
 
     time: float

@@ -22,7 +22,7 @@ from steepest.verification.records import Facts, Run, StepRecord
 from steepest.verification.summaries import Variable
 
 _CLOSE = 0.02
-_STATE = "docs/howto/own_loop_state.md#when-workers-die-join-or-leave"
+_STATE = "docs/howto/own_loop_state.md#after-a-death"
 
 
 def expected_causes(facts: Facts | None, runs: Sequence[Run]) -> list[str]:
@@ -406,7 +406,7 @@ def warnings_of(run: Run) -> list[str]:
 STATE_OF_MODEL = (
     "the successor computes something else from the same weights: state that the model or its data carry from "
     "step to step "
-    "in a worker's process, or draws of a generator of their own: buffers are kept, see docs/explanation/failures.md"
+    "in a worker's process, or draws of a generator of their own: buffers are kept, see docs/explanation/deaths.md"
 )
 
 

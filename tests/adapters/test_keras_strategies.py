@@ -23,8 +23,9 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import InProcessCluster
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "from_tensorflow.md"
-COMMON, MIRRORED, MULTI_WORKER, SERVERS, _ = re.findall(
+PAGE = Path(__file__).parent / "tensorflow_strategies.md"
+OURS = Path(__file__).parents[2] / "docs" / "howto" / "from_tensorflow.md"
+COMMON, MIRRORED, MULTI_WORKER, SERVERS = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL
 )
 SAVE = (
@@ -119,13 +120,13 @@ def test_a_keras_script_changes_by_ten_lines_and_ends_with_the_same_weights(
     # workers are threads of this process, whose memory is left as it is
     monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
     compute_in("float32")
-    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (diff,) = re.findall(r"```diff\n(.*?)```", OURS.read_text(), flags=re.DOTALL)
     lines = diff.splitlines()
     assert sum(line.startswith("+") for line in lines) <= 10
     found = []
     for sign in "-+":
         program = "\n".join(line[1:] for line in lines if line[:1] in (" ", sign))
-        exec(compile(program, str(PAGE), "exec"), names := {"__name__": "__main__"})
+        exec(compile(program, str(OURS), "exec"), names := {"__name__": "__main__"})
         assert "accuracy" in capsys.readouterr().out
         found.append(names["weights"])
     close(found[1], found[0])

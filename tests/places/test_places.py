@@ -19,7 +19,9 @@ from tests.ray_hosts import (
 )
 
 PAGE = "docs/howto/places.md"
-PAGES = ("docs/howto/kubernetes.md", PAGE)
+PAGES = tuple(
+    f"docs/howto/{name}.md" for name in ("kubernetes", "spot_nodes", "kubernetes_values", "slurm")
+)
 
 
 def commands() -> list[str]:
@@ -58,18 +60,20 @@ def test_each_launch_command_of_the_pages_writes_its_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(blocks_of(PAGE)[0])
+    (values,) = re.findall(r"```yaml\n(.*?)```", (ROOT / PAGES[2]).read_text(), flags=re.DOTALL)
+    (tmp_path / "values.yaml").write_text(values)
     words = [shlex.split(line) for line in commands() if line.startswith("steepest ")]
     places = []
     for command in words:
         assert main(command[1:]) == 0
         places.append(command[2])
         assert (tmp_path / command[command.index("--output") + 1]).stat().st_size > 0
-    assert places == ["kubernetes", "slurm"]
+    assert places == ["kubernetes"] * 3 + ["slurm"]
     applied = {line.split()[-1] for line in commands() if line.startswith(("kubectl", "sbatch"))}
     assert applied == {"job.yaml", "job.sh"}
 
 
-@pytest.mark.parametrize(("page", "place_name"), [(PAGES[0], "kubernetes"), (PAGE, "slurm")])
+@pytest.mark.parametrize(("page", "place_name"), [(PAGES[0], "kubernetes"), (PAGES[3], "slurm")])
 def test_the_page_names_every_option(
     page: str, place_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,12 @@ import steepest.tables
 from tests.page_examples import ROOT, blocks_of, run_block
 
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))
+PLAIN = [
+    f"docs/howto/{name}.md"
+    for name in (
+        "choose_strategy", "table_rows", "table_memory", "security", "server_hosts", "plan_tables"
+    )
+]  # fmt: skip
 NEED_JAX = re.compile(r"steepest\.\w+\.(jax|flax|optax)")  # make test-jax has it
 MODULES = sorted(
     module.name
@@ -47,24 +53,24 @@ def address(ray_cluster: None) -> str:
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(0, "{'loss': "), pytest.param(2, "EvaluationResult(loss=", marks=pytest.mark.long)],
+    [(0, "{'loss': "), pytest.param(1, "EvaluationResult(loss=", marks=pytest.mark.long)],
 )
-def test_the_examples_of_readme_and_guide_run_as_they_stand(
+def test_the_examples_of_readme_and_trainer_run_as_they_stand(
     tmp_path: Path, number: int, said: str
 ) -> None:
     pytest.importorskip(
         "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
     )
-    blocks = [*blocks_of("README.md"), *blocks_of("docs/howto/guide.md")]
-    assert len(blocks) == 4
+    blocks = [*blocks_of("README.md"), *blocks_of("docs/howto/trainer.md")]
+    assert len(blocks) == 2
     assert said in run_block(blocks[number], tmp_path)
-    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 2)
+    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 1)
 
 
 @pytest.mark.ray
 @pytest.mark.long
 def test_the_example_of_a_parameter_server_runs_as_it_stands(tmp_path: Path, address: str) -> None:
-    *_, block = blocks_of("docs/howto/guide.md")
+    (block,) = blocks_of("docs/howto/parameter_server.md")
     assert "20.0 20.0" in run_block(block, tmp_path, address)
 
 
@@ -82,7 +88,7 @@ def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path
 
 @pytest.mark.long
 def test_the_example_of_training_data_runs_as_it_stands(tmp_path: Path) -> None:
-    said = run_block(blocks_of("docs/howto/data.md")[0], tmp_path)
+    said = run_block(blocks_of("docs/howto/streams.md")[0], tmp_path)
     assert "epochs: 4 steps: 120 loss: 0.000" in said
 
 
@@ -90,14 +96,14 @@ def test_the_example_of_training_data_runs_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.ray
 def test_the_example_of_a_ray_dataset_runs_as_it_stands(tmp_path: Path, address: str) -> None:
-    assert "rows: 400" in run_block(blocks_of("docs/howto/data.md")[1], tmp_path, address)
+    assert "rows: 400" in run_block(blocks_of("docs/howto/ray_data.md")[0], tmp_path, address)
 
 
 @pytest.mark.full
 @pytest.mark.long
 def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    block, *_ = blocks_of("docs/howto/control.md")
+    (block,) = blocks_of("docs/howto/validation.md")
     assert "best: True" in run_block(block, tmp_path)
 
 
@@ -121,6 +127,24 @@ def test_the_example_of_tables_in_one_process_runs_as_it_stands(
     block = blocks_of("docs/howto/embedding.md")[1]
     exec(compile(block, "docs/howto/embedding.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "loss: 0.000\n"
+
+
+@pytest.mark.parametrize("page", PLAIN)
+def test_an_example_without_processes_runs_as_it_stands(page: str) -> None:
+    for block in blocks_of(page):
+        exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+def test_each_example_is_run_by_a_test_and_each_fragment_is_python() -> None:
+    """Blocks marked `python` run as they stand; those marked `py` leave something out, and are parsed."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for page in DOCS:
+        text = (ROOT / page).read_text()
+        if "\n```python\n" in text and page.parent.name != "tutorials":
+            named = (str(page).removeprefix("docs/"), f'"{page.stem}"')
+            assert any(name in tests for name in named), f"no test runs the examples of {page}"
+        for block in re.findall(r"^```py\n(.*?)```", text, flags=re.MULTILINE | re.DOTALL):
+            compile(block, str(page), "exec")
 
 
 def test_every_public_name_is_exported_and_documented() -> None:
@@ -221,17 +245,31 @@ def test_the_architecture_page_names_every_package() -> None:
 
 def test_the_readme_is_short_and_its_first_screen_has_a_program_and_how_to_run_it() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 120
-    first = "\n".join(lines[:42])
-    for wanted in ("![", "**For whom:**", "```python", "pip install", "make demo", "make test"):
+    assert len(lines) <= 100
+    first = "\n".join(lines[:52])
+    for wanted in (
+        "![",
+        "```python",
+        "whl/cpu",
+        "pip install '.[demo]'",
+        "python train.py",
+        "verify",
+    ):
         assert wanted in first, f"{wanted} is not on the README's first screen"
 
 
-def test_examples_are_named_in_the_guide() -> None:
-    guide = (ROOT / "docs" / "howto" / "guide.md").read_text()
+def test_the_readmes_comparison_is_read_at_a_glance() -> None:
+    rows = re.findall(r"^\| (.+) \|$", (ROOT / "README.md").read_text().split("## Where")[0], re.M)
+    for row in rows:
+        for cell in row.split(" | "):
+            assert len(cell.split()) <= 8, cell
+
+
+def test_examples_are_named_on_their_page() -> None:
+    page = (ROOT / "docs" / "howto" / "examples.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         if "def main(" in path.read_text():  # the others are imported by these
-            assert f"\npython examples/{path.name} " in guide, f"{path.name} is not in the guide"
+            assert f"\npython examples/{path.name} " in page, f"{path.name} is not on the page"
 
 
 def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:

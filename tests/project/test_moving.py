@@ -35,7 +35,7 @@ def assert_same_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "schedule"), [("from_ddp.md", True), ("from_ray_train.md", False)]
+    ("page", "schedule"), [("howto/from_ddp.md", True), ("howto/from_ray_train.md", False)]
 )
 def test_the_loop_that_stays_ends_with_the_weights_of_plain_torch(
     page: str, schedule: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +101,7 @@ def test_ray_train_and_steepest_end_with_the_same_weights(
     run_block(theirs, tmp_path, address)
     monkeypatch.chdir(tmp_path)
     said_by(
-        "from_ray_train.md", monkeypatch, 2
+        "howto/from_ray_train.md", monkeypatch, 2
     )  # the page of DistributedDataParallel has real processes
     assert_same_weights(tmp_path)
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_ported_loop_ends_with_the_weights_of_the_plain_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert said_by("howto/porting.md", monkeypatch) == "equal to rounding: True\n"
-    found = said_by("howto/porting.md", monkeypatch, 1)
+    assert said_by("howto/from_pytorch.md", monkeypatch) == "equal to rounding: True\n"
+    found = said_by("howto/from_pytorch.md", monkeypatch, 1)
     assert re.fullmatch(r"equal to rounding: True accuracy: (0\.9\d+|1\.0)\n", found)
 
 
@@ -61,11 +61,11 @@ def test_a_language_model_learns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_average_is_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said_by("howto/control.md", monkeypatch, 1) == "after step 20 ['bias', 'weight']\n"
+    assert said_by("howto/callbacks.md", monkeypatch) == "after step 20 ['bias', 'weight']\n"
 
 
 def test_training_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said_by("howto/ending.md", monkeypatch) == "committed: True one more: 1\n"
+    assert said_by("howto/stop.md", monkeypatch) == "committed: True one more: 1\n"
 
 
 @pytest.mark.long

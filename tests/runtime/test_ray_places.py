@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_examples import blocks_of
 from tests.ray_hosts import (
     FORK,
-    ROOT,
     SECONDS,
     Place,
     place,  # noqa: F401 - a fixture
@@ -61,9 +61,7 @@ def test_without_ray_one_is_started_and_ended(place: Place) -> None:
 @pytest.mark.full
 def test_the_page_about_tune_runs_as_it_stands(place: Place) -> None:
     pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "tune.md").read_text(), flags=re.DOTALL
-    )
+    (block,) = blocks_of("docs/howto/tune.md")
     path = place.directory / "page.py"
     path.write_text(f"{FORK}import ray\nray.init(num_cpus=2, include_dashboard=False)\n{block}")
     assert "best learning rate: 0.3\n" in place.run(sys.executable, str(path))
@@ -134,7 +132,7 @@ def test_sigterm_ends_everything_and_the_same_program_continues(
     began = []
     for _ in range(2):
         status, output = signalled(place, program, signal.SIGTERM, everybody=everybody)
-        # of a group Ray's processes are, and Ray may end the driver itself, see docs/explanation/limits.md
+        # of a group Ray's processes are, and Ray may end the driver itself, see docs/explanation/not_for_us.md
         assert status in ((143, 1) if everybody else (143,)), output
         assert "Traceback" not in output
         began.append(int(re.findall(r"from step (\d+)", output)[0]))

@@ -156,11 +156,11 @@ def test_a_job_trains_on_batches_with_keyed_jagged_tensors() -> None:
 def test_the_page_of_negative_sampling_runs_and_repeats_its_draws(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (block,) = blocks_of("docs/howto/negative_sampling.md")
+    (block,) = blocks_of("docs/howto/table_negatives.md")
     found: list[Any] = []
     with Simulation(1).running():
         code = compile(
-            block.replace("epochs=8", "epochs=1"), "docs/howto/negative_sampling.md", "exec"
+            block.replace("epochs=8", "epochs=1"), "docs/howto/table_negatives.md", "exec"
         )
         for _ in range(2):
             names: dict[str, Any] = {"__name__": "__main__"}
