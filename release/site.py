@@ -21,6 +21,7 @@ from pathlib import Path
 
 import steepest
 from release.diagrams import drawn
+from release.notebooks import as_markdown
 from release.reference import name_pages, tree_of_names, with_links
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,8 +96,8 @@ def navigation() -> list[Group]:
         if door not in DOORS:
             raise ValueError(f"{CONTENTS}: {caption!r} begins with none of {', '.join(DOORS)}")
         entries, pages = [], []
-        for entry in re.findall(r"^- (\[.+?\]\(.+?\.md\).*)$", rest, flags=re.MULTILINE):
-            target = re.findall(r"\((.+?)\.md", entry)[0]
+        for entry in re.findall(r"^- (\[.+?\]\(.+?\).*)$", rest, flags=re.MULTILINE):
+            target = re.findall(r"\((.+?)\.(?:md|ipynb)", entry)[0]
             page = os.path.normpath(f"docs/{target}")
             if page != "README":
                 entries.append(_moved(entry, "docs", "."))
@@ -109,31 +110,43 @@ def front_page(readme: str) -> str:
     """Return the first page, of the README's first paragraph, its picture and how to install it."""
     first = re.findall(r"\A# .+\n+((?:[^\n]+\n)+)", readme)[0]
     picture = re.findall(r"^!\[[^\n]+\)$", readme, flags=re.MULTILINE)[0]
-    install = re.findall(r"```(?:sh|bash)\n((?:(?!```).*\n)*?.*pip install.*\n)", readme)[0]
-    line = next(each for each in install.splitlines() if "pip install" in each).split("  #")[0]
+    install = re.findall(
+        r"```(?:sh|bash)\n((?:(?!```).*\n)*?.*pip install(?:(?!```).*\n)*)", readme
+    )[0]
+    lines = re.sub(r" {2,}#", "  #", install).rstrip()
     doors = "".join(
         f"```{{container}} door\n**[{door}]({page}.md)**\n\n{about}\n```\n"
         for door, (page, about) in DOORS.items()
     )
     tree = "\n".join(page for page, _ in DOORS.values())
     return (
-        f"# steepest\n\n{first}\n```sh\n{line}\n```\n\n{picture}\n\n"
+        f"# steepest\n\n{first}\n```sh\n{lines}\n```\n\n{picture}\n\n"
         f"````{{container}} doors\n{doors}````\n\n"
         f"```{{toctree}}\n:hidden:\n:maxdepth: 3\n\n{tree}\n```\n"
     )
 
 
-def door_page(door: str) -> str:
-    """Return the page behind a door: its pages by group."""
-    _, about = DOORS[door]
-    text = f"# {door}\n\n{about}\n"
-    for group in navigation():
-        if group.door == door:
-            heading = f"\n## {group.title}\n" if group.title else ""
-            entries = "".join(f"- {entry}\n" for entry in group.entries)
-            tree = "\n".join(group.pages)
-            text += f"{heading}\n{entries}\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
-    return text
+def door_pages(door: str) -> dict[str, str]:
+    """Return the page behind a door, and those of its groups if it has several, by name without ending."""
+    page, about = DOORS[door]
+    groups = [group for group in navigation() if group.door == door]
+    if len(groups) == 1:
+        return {page: f"# {door}\n\n{about}\n\n{_entries(groups[0])}{_tree(groups[0].pages)}"}
+    names = {f"{page}_{number}": group for number, group in enumerate(groups, 1)}
+    sections = "".join(f"\n## {group.title}\n\n{_entries(group)}" for group in groups)
+    found = {page: f"# {door}\n\n{about}\n{sections}{_tree(tuple(names))}"}
+    for name, group in names.items():
+        found[name] = f"# {group.title}\n\n{_entries(group)}{_tree(group.pages)}"
+    return found
+
+
+def _entries(group: Group) -> str:
+    return "".join(f"- {entry}\n" for entry in group.entries)
+
+
+def _tree(pages: tuple[str, ...]) -> str:
+    named = "\n".join(pages)
+    return f"\n```{{toctree}}\n:hidden:\n\n{named}\n```\n"
 
 
 def stage(folder: Path, draw: bool = True) -> None:
@@ -151,15 +164,19 @@ def stage(folder: Path, draw: bool = True) -> None:
     shutil.copy(ROOT / "benchmarks" / "RESULTS.md", folder / "benchmarks")
     (folder / "README.md").rename(folder / "index.md")
     (folder / "index.md").write_text(front_page((folder / "index.md").read_text()))
-    for door, (page, _) in DOORS.items():
-        (folder / f"{page}.md").write_text(door_page(door))
+    for door in DOORS:
+        for page, text in door_pages(door).items():
+            (folder / f"{page}.md").write_text(text)
+    (folder / "examples").mkdir()
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        (folder / "examples" / f"{path.stem}.md").write_text(as_markdown(path.read_text()))
     for name, text in name_pages().items():
         (folder / "docs" / "reference" / name).write_text(text)
     for name, tree in (("api.md", tree_of_names()), ("settings.md", "")):
         path = folder / "docs" / "reference" / name
         path.write_text(with_links(path.read_text()) + tree)
     for path in folder.rglob("*.md"):
-        text = _to_front_page(path.read_text(), path.parent.relative_to(folder))
+        text = _as_on_site(path.read_text(), path.parent.relative_to(folder))
         path.write_text(drawn(text, path) if draw else text)
 
 
@@ -209,14 +226,14 @@ def _moved(text: str, old: str, new: str) -> str:
     return _LINK.sub(link, text)
 
 
-def _to_front_page(text: str, folder: Path) -> str:
-    """Return Markdown of a folder, with links to the README, or to the contents, that lead to the front page."""
+def _as_on_site(text: str, folder: Path) -> str:
+    """Return Markdown of a folder whose links to README, contents and notebooks hold on the site."""
 
     def link(found: re.Match[str]) -> str:
         target = os.path.normpath(folder / found[1])
-        if target not in ("README.md", "docs/README.md"):
-            return found[0]
-        return f"]({os.path.relpath('index.md', folder)}"
+        if target in ("README.md", "docs/README.md"):
+            return f"]({os.path.relpath('index.md', folder)}"
+        return found[0].replace(".ipynb", ".md")
 
     return _LINK.sub(link, text)
 

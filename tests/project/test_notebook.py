@@ -51,6 +51,7 @@ def test_the_tour_trains_survives_compares_and_keeps_a_loop(
     assert names["kept"].metrics["accuracy"] > 0.85
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")

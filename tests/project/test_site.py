@@ -9,7 +9,8 @@ import pytest
 
 import steepest
 from release.diagrams import drawn
-from release.site import CONTENTS, DOORS, door_page, front_page, navigation, settings, stage
+from release.notebooks import as_markdown
+from release.site import CONTENTS, DOORS, door_pages, front_page, navigation, settings, stage
 from tests.page_examples import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -27,18 +28,20 @@ def test_each_page_is_behind_one_door() -> None:
     named = [page for group in navigation() for page in group.pages]
     assert len(named) == len(set(named))
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+    files += (ROOT / "examples").glob("*.ipynb")
     files = [path for path in files if path not in (CONTENTS, ROOT / "README.md")]
     assert set(named) == {str(path.relative_to(ROOT).with_suffix("")) for path in files}
-    doors = {door: door_page(door) for door in DOORS}
-    assert all(sum(f"\n{page}\n" in each for each in doors.values()) == 1 for page in named)
-    assert all(len(re.findall(r"^- \[", each, flags=re.M)) for each in doors.values())
+    pages = [(door, text) for door in DOORS for text in door_pages(door).values()]
+    for page in named:
+        assert sum(f"\n{page}\n" in text for _, text in pages) == 1
+    assert {door for door, text in pages if "\n- [" in text} == {*DOORS}
 
 
 def test_the_front_page_is_the_readmes_first_screen() -> None:
     page = front_page(README)
     first = README.split("\n\n")[1]
     assert first in page
-    assert re.search(r"```sh\n.*pip install.*\n```", page)
+    assert re.search(r"```sh\n(?:.*\n)*?.*pip install.*\n```", page)
     assert re.findall(r"^!\[.*$", README, flags=re.MULTILINE)[0] in page
     assert [door for door in DOORS if f"**[{door}](" in page] == [*DOORS]
 
@@ -52,6 +55,15 @@ def test_each_link_of_a_page_leads_to_what_the_site_has(staged: Path) -> None:
     for page in staged.rglob("*.md"):
         for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.relative_to(staged)}: {link}"
+
+
+def test_a_notebook_becomes_a_page(staged: Path) -> None:
+    page = (staged / "examples" / "tour.md").read_text()
+    assert page.startswith("# A tour")
+    assert "\n```python\nfound = {}\nfor strategy in" in page
+    assert as_markdown('{"cells": [{"cell_type": "code", "source": ["a\\n", "b"]}]}') == (
+        "```python\na\nb\n```\n\n"
+    )
 
 
 def test_the_settings_of_sphinx_name_version_and_repository() -> None:
