@@ -4,7 +4,7 @@
 # TensorBoard and the other trackers, which it installs; make test-adapters, test-jax, test-tensorflow, test-spark,
 # test-sagemaker, test-storage, test-page: Lightning and Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3,
 # the page of a job in a browser, likewise, and test-site the site of the documentation. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
-# make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
+# make check: lint and types, and how long the pages are; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
 # test-cluster, test-gpu, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage, site. make test-gpu:
@@ -134,6 +134,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m release.word_counts
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.overhead

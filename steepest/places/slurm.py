@@ -203,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LINE",
-        help="run first on each node, such as 'source venv/bin/activate'; again",
+        help="run first on the first node, such as 'source venv/bin/activate'; again",
     )
     add(
         "--sbatch",

@@ -71,16 +71,3 @@ def test_each_launch_command_of_the_pages_writes_its_file(
     assert places == ["kubernetes"] * 3 + ["slurm"]
     applied = {line.split()[-1] for line in commands() if line.startswith(("kubectl", "sbatch"))}
     assert applied == {"job.yaml", "job.sh"}
-
-
-@pytest.mark.parametrize(("page", "place_name"), [(PAGES[0], "kubernetes"), (PAGES[3], "slurm")])
-def test_the_page_names_every_option(
-    page: str, place_name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["launch", place_name, "--help"])
-    options = set(re.findall(r"--[a-z][-a-z]+", capsys.readouterr().out))
-    # those that say themselves what they are, in `--help`
-    options -= {"--help", "--name", "--output", "--namespace", "--keep", "--ray-version"}
-    text = (ROOT / page).read_text()
-    assert {option for option in options if f"{option}" not in text} == set()

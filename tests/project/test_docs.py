@@ -227,6 +227,15 @@ def test_methods_and_arguments_that_a_page_names_exist(page: str) -> None:
             assert set(re.findall(r"(\w+)=", arguments)) <= set(known), f"{name}({arguments})"
 
 
+def test_defaults_of_settings_and_options_stand_in_the_reference_alone() -> None:
+    for page in DOCS:
+        if page.parent.name != "reference":
+            tables = re.findall(
+                r"^\| (?:setting|option) \| default \|", (ROOT / page).read_text(), re.M
+            )
+            assert tables == [], page
+
+
 def is_there(name: str) -> bool:
     """Whether a dotted name is a module's, or that of something in one."""
     try:
