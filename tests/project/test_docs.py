@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -225,6 +226,25 @@ def test_methods_and_arguments_that_a_page_names_exist(page: str) -> None:
             if any(each.kind is each.VAR_KEYWORD for each in known.values()):
                 continue
             assert set(re.findall(r"(\w+)=", arguments)) <= set(known), f"{name}({arguments})"
+
+
+def test_symptoms_are_quoted_from_messages_of_the_package() -> None:
+    texts = []
+    for path in (ROOT / "steepest").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    each.value if isinstance(each, ast.Constant) else "" for each in node.values
+                )
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    page = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
+    quoted = re.findall(r'^\| "(.+?)" \|', page, flags=re.MULTILINE)
+    assert len(quoted) > 8
+    for words in quoted:
+        for part in words.split(" ... "):
+            assert any(part in text for text in texts), f"no message says {part!r}"
 
 
 def test_defaults_of_settings_and_options_stand_in_the_reference_alone() -> None:
