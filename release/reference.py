@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -66,8 +67,14 @@ CONFIGURED = (
     "SimpleStrategy", "Int8", "Int4", "Int2", "TopK", "PowerSGD", "RunConfig", "FailureConfig", "DeadlineConfig",
     "ResourceConfig", "TLSConfig", "Checkpoints",
 )  # fmt: skip
-#: groups whose classes are made by users, and asked by the library alone
-_MADE_ALONE = ("Strategies", "Settings of a job")
+#: what users make and the library asks: their members are not for users
+_MADE_ALONE = frozenset(
+    {
+        *GROUPS["Strategies"], *GROUPS["Settings of a job"], *GROUPS["Train a model"], *GROUPS["Embedding tables"],
+        "EarlyStopping", "ReduceOnPlateau", "TensorBoard", "MLflow", "WandB", "Trackio", "Prometheus",
+    }
+    - {"DistributedSGD", "ExportedTable", "ServedTable"}
+)  # fmt: skip
 #: characters of a cell, where a sentence is not longer
 _LONGEST = 280
 _MADE = "<!-- made by python -m release.reference -->"
@@ -184,20 +191,26 @@ PAGES: Mapping[str, Callable[[], str]] = {
 def name_pages() -> dict[str, str]:
     """Return the pages of all public names and modules, as reStructuredText by file, for the site."""
     found = {}
-    for group, names in GROUPS.items():
-        for name in names:
-            if name in EXTRAS:
-                continue
-            of_class = isinstance(getattr(steepest, name), type)
-            text = f".. currentmodule:: steepest\n\n.. auto{'class' if of_class else 'function'}:: {name}\n"
-            if of_class and group not in _MADE_ALONE:
-                text += "   :members:\n"
+    for name in itertools.chain(*GROUPS.values()):
+        if name not in EXTRAS:
             title = re.sub("_$", r"\\_", name)  # else the mark of a link
+            text = _documented("steepest", name, members=name not in _MADE_ALONE)
             found[f"{name}.rst"] = f"{title}\n{'=' * len(title)}\n\n{text}"
     for module in MODULES:
-        text = f".. automodule:: {module}\n   :members:\n   :exclude-members: Table\n"  # which has a page
+        text = f".. automodule:: {module}\n"
+        for name in importlib.import_module(module).__all__:
+            if name != "Table":  # which has a page
+                members = module != "steepest.tables" or name == "LocalRows"
+                text += f"\n{_documented(module, name, members=members)}"
         found[f"{module}.rst"] = f"{module}\n{'=' * len(module)}\n\n{text}"
     return found
+
+
+def _documented(module: str, name: str, *, members: bool) -> str:
+    """Return the directive that shows a class, with its members or without, or a function."""
+    of_class = isinstance(getattr(importlib.import_module(module), name), type)
+    text = f".. currentmodule:: {module}\n\n.. auto{'class' if of_class else 'function'}:: {name}\n"
+    return text + ("   :members:\n" if of_class and members else "")
 
 
 def with_links(page: str) -> str:
@@ -231,14 +244,22 @@ def prepare(app: Any) -> None:
 def _with_all_settings(
     app: Any, kind: str, name: str, found: Any, options: Any, lines: list[str]
 ) -> None:
-    """Replace the fields of a dataclass in its docstring by the parameters of its constructor."""
-    if kind != "class" or not dataclasses.is_dataclass(found):
+    """Have a docstring describe all parameters of the constructor, those too that base classes describe.
+
+    Fields of a dataclass are parameters.
+    """
+    if kind != "class":
         return
-    texts = described(found)
-    text = re.sub(r"^Attributes:\n((?:    .*\n|\n)+)", "", "\n".join(lines) + "\n", flags=re.M)
-    first, blank, rest = text.partition("\n\n")
-    more = re.split(r"^(?=Raises:|Example:|Reference:)", rest, maxsplit=1, flags=re.M)
+    heading = "Attributes" if dataclasses.is_dataclass(found) else "Args"
+    section = re.compile(rf"^{heading}:\n((?:    .*\n|\n)+)", flags=re.M)
+    whole, texts = "\n".join(lines) + "\n", described(found)
+    if found.__init__ is object.__init__:
+        return
     taken = [each for each in inspect.signature(found).parameters if each in texts]
+    if not taken:
+        return
+    first, blank, rest = section.sub("", whole).partition("\n\n")
+    more = re.split(r"^(?=(?:Attributes|Raises|Example|Reference):)", rest, maxsplit=1, flags=re.M)
     parameters = "Args:\n" + "".join(f"    {each}: {texts[each]}\n" for each in taken) + "\n"
     lines[:] = (first + blank + more[0] + "\n" + parameters + "".join(more[1:])).split("\n")
 

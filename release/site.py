@@ -113,7 +113,7 @@ def front_page(readme: str) -> str:
     install = re.findall(
         r"```(?:sh|bash)\n((?:(?!```).*\n)*?.*pip install(?:(?!```).*\n)*)", readme
     )[0]
-    lines = re.sub(r" {2,}#", "  #", install).rstrip()
+    lines = re.sub(r"^(\S.*?) {2,}(#.*)$", r"\2\n\1", install.rstrip(), flags=re.MULTILINE)
     doors = "".join(
         f"```{{container}} door\n**[{door}]({page}.md)**\n\n{about}\n```\n"
         for door, (page, about) in DOORS.items()

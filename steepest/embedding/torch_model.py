@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 class TorchModel(dense.TorchModel):
     """One replica: a torch module with its loss, data, batch size and optimizer.
 
-    The module may have `steepest.Embedding`, `EmbeddingBag` and `EmbeddingCollection` in it. All
-    else is as `steepest.core.models.torch.TorchModel` has it, for dense modules alone: arguments that
-    are not named here, subclasses with ``loss(batch)``, attributes and errors.
+    Either give `loss`, called as ``loss(module(*inputs), target)`` on batches ``(*inputs, target)``; or a module whose
+    output has an attribute `loss`, as those of Hugging Face's transformers do; or subclass and write ``loss(batch)``
+    and, if wanted, ``metrics(batch)`` for batches of any form. The module may have `steepest.Embedding`,
+    `EmbeddingBag` and `EmbeddingCollection` in it.
+
+    The base class, for dense modules alone, has the other arguments, attributes and errors.
 
     Args:
         module: the network. One with embedding tables and no parameter to train gets a parameter

@@ -27,7 +27,11 @@ _MOST_COUNTED = 2**31 - 2  # what an index can map an id to
 
 @dataclass(frozen=True)
 class CounterFilter:
-    """An id is admitted at its `filter_freq`-th sighting, counted exactly, in 22 to 24 bytes an id."""
+    """An id is admitted at its `filter_freq`-th sighting, counted exactly, in 22 to 24 bytes an id.
+
+    Attributes:
+        filter_freq: sightings until an id is admitted.
+    """
 
     filter_freq: int
 
@@ -81,7 +85,11 @@ class CBFFilter:
 
 @dataclass(frozen=True)
 class ProbabilityFilter:
-    """An id is admitted by each push that it is in with a probability, decided by seed, id and version."""
+    """An id is admitted by each push that it is in with a probability, decided by seed, id and version.
+
+    Attributes:
+        probability: from 0 to 1.
+    """
 
     probability: float
 

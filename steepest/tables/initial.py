@@ -66,7 +66,11 @@ class Zeros(Initial):
 
 @dataclass(frozen=True)
 class Uniform(Initial):
-    """Values are uniform from `a` to `b`, as in `torch.nn.init.uniform_`."""
+    """Values are uniform from `a` to `b`, as in `torch.nn.init.uniform_`.
+
+    Attributes:
+        a, b: the least and the greatest value.
+    """
 
     a: float = 0.0
     b: float = 1.0
@@ -82,7 +86,12 @@ class Uniform(Initial):
 
 @dataclass(frozen=True)
 class Normal(Initial):
-    """Values are normal, as those of `torch.nn.Embedding`."""
+    """Values are normal, as those of `torch.nn.Embedding`.
+
+    Attributes:
+        mean: of the values.
+        std: their standard deviation.
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -98,7 +107,13 @@ class Normal(Initial):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initial):
-    """Values are normal, given that they are from `a` to `b`, as in `torch.nn.init.trunc_normal_`."""
+    """Values are normal, given that they are from `a` to `b`, as in `torch.nn.init.trunc_normal_`.
+
+    Attributes:
+        mean: of the values, before any is left out.
+        std: their standard deviation, likewise.
+        a, b: the least and the greatest value.
+    """
 
     mean: float = 0.0
     std: float = 1.0

@@ -269,7 +269,12 @@ class RowOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(RowOptimizer):
-    """`torch.optim.SGD`; with momentum, a slot for each value, which decays when its row is pushed."""
+    """`torch.optim.SGD`; with momentum, a slot for each value, which decays when its row is pushed.
+
+    Attributes:
+        momentum: from 0 to 1; 0 for none.
+        nesterov: whether it is Nesterov's.
+    """
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -301,7 +306,12 @@ class SGD(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(RowOptimizer):
-    """`torch.optim.Adagrad`: a slot for each value, the sum of its squared gradients."""
+    """`torch.optim.Adagrad`: a slot for each value, the sum of its squared gradients.
+
+    Attributes:
+        initial_accumulator_value: of these sums, before the first push.
+        eps: added to the root of the sum, by which a gradient is divided.
+    """
 
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
@@ -347,6 +357,10 @@ class Adam(RowOptimizer):
     """`torch.optim.SparseAdam` (lazy Adam): two slots for each value.
 
     As there, the correction of the bias counts all updates, not those of a row.
+
+    Attributes:
+        betas: how much the means of gradients and of their squares keep of themselves in an update.
+        eps: added to the root of the mean of squares, by which the mean gradient is divided.
     """
 
     lr: float = 1e-3

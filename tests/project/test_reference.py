@@ -37,7 +37,9 @@ def test_each_public_name_stands_in_one_group_and_has_a_page() -> None:
     assert {*names} == {*steepest.__all__} | {"JaxModel"}  # which needs its extra
     pages = name_pages()
     assert ".. autoclass:: DistributedSGD\n   :members:\n" in pages["DistributedSGD.rst"]
+    assert pages["RunConfig.rst"].endswith(".. autoclass:: RunConfig\n")
     assert ".. autofunction:: run\n" in pages["run.rst"]
+    assert ".. autoclass:: Adagrad\n" in pages["steepest.tables.rst"]
     assert len(pages) == len(names) - 1 + len(MODULES)
 
 
