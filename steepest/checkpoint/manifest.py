@@ -271,4 +271,5 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "ended_early": (lambda value: _is_list(value, _is_span), False),
     "result": (lambda value: value is None or _is_result(value), False),
     "runs": (lambda value: _is_mapping(value, _is_name), False),
+    "behind": (lambda value: _is_mapping(value, _is_count), False),
 }

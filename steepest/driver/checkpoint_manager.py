@@ -26,6 +26,7 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
+from steepest.observe.delivery import ending_of
 from steepest.observe.evaluations import best_of, value_of
 from steepest.observe.results import EvaluationResult, StepResult
 from steepest.runtime.owner import Moment, owned
@@ -131,7 +132,7 @@ class CheckpointManager:
             rows = {key: tuple(result.get(key, ())) for key in ("staleness", "learning_rate")}
             self._training.last = StepResult(**result | rows)
         self.evaluations = _evaluations(saved)
-        keeper.resume_history(self._ahead, saved.about.get("runs") or {}, rows_kept)
+        keeper.resume_history(self._ahead, saved.about, rows_kept)
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
         _tell_of(signature, saved, path, data)
 
@@ -257,6 +258,7 @@ class CheckpointManager:
         about = {
             "result": None if self._training.last is None else asdict(self._training.last),
             "runs": dict(history.runs),
+            "behind": dict(history.behind),
             "evaluations": [asdict(each) for each in self.evaluations],
             "ended_early": self._early,
         }
@@ -285,7 +287,11 @@ class CheckpointManager:
         self._ahead, self._early = 0, []
         self._early_before.clear()
         self.evaluations = _evaluations(saved)
-        self._training.history.resume(saved.about["step"], saved.about.get("runs") or {})
+        self._training.history.resume(
+            saved.about["step"],
+            saved.about.get("runs") or {},
+            behind=saved.about.get("behind"),
+        )
         self.changed()
 
     def changed(self) -> None:
@@ -328,7 +334,7 @@ class CheckpointManager:
     def close(self, error: BaseException | None) -> None:
         """Write the last state, if it is not on disk, and release the directory."""
         try:
-            self._training.history.close()
+            self._training.history.close(None if error is None else ending_of(error))
             if self.owner.has_ended and self._has_changed:
                 log.error("the last state is not kept: its processes are gone")
             mute = self._doubtful or self._training.running or self.owner.has_ended
@@ -340,7 +346,8 @@ class CheckpointManager:
             self.drop()
 
     def drop(self) -> None:
-        """Write nothing more, and release the directory when no write is going on."""
+        """Write nothing more, end the runs of loggers, and release the directory when no write is going on."""
+        self._training.history.close("killed")  # but `close` has ended them
         if self._keeper is not None:
             self._keeper.end()
 

@@ -193,8 +193,8 @@ class CheckpointKeeper:
         self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._chain: _Chain | None = None
 
-    def resume_history(self, step: int, runs: Mapping[str, str], most: int) -> None:
-        """Continue the history after a step; keep so many rows in memory."""
+    def resume_history(self, step: int, about: Mapping[str, Any], most: int) -> None:
+        """Continue the history after a step, of a checkpoint with this manifest; keep so many rows in memory."""
         file = self._file
         try:
             rows = file.resume(step, most)
@@ -204,7 +204,7 @@ class CheckpointKeeper:
             reports = file.resume(step)
         except OSError as error:
             raise CheckpointError(f"cannot continue {file.path}: {error}") from error
-        self._history.resume(step, runs, rows, record)
+        self._history.resume(step, about.get("runs") or {}, rows, record, about.get("behind"))
         self._history.reports.resume(reports)
 
     @property

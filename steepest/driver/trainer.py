@@ -40,6 +40,7 @@ from steepest.errors import (
     UnfrozenError,
     folds_frames,
 )
+from steepest.observe.delivery import ending_of
 from steepest.observe.history import History
 from steepest.observe.page.document import chart_script
 from steepest.observe.progress import Callback, EventFeed
@@ -347,9 +348,16 @@ class DistributedSGD:
             self._supervisor.await_whole()
             asked = FitArguments(steps, epochs, callbacks, progress, validation, evaluate_every)
             keeping = self._keeping
-            return Fit(
+            fit = Fit(
                 self, keeping, self._events, self._train, self._evaluate, asked, self._first_line
-            ).run()
+            )
+            try:
+                result = fit.run()
+            except BaseException as error:
+                self.history.ended = ending_of(error)
+                raise
+            self.history.ended = "finished"
+            return result
 
     def _first_line(self) -> str:
         """Return, the first time, what trains and where; "" later."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import math
+import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, overload
 
 from steepest.core.system import system
 from steepest.errors import ConfigurationError
+from steepest.observe.delivery import Ending
 from steepest.observe.job_record import JobRecord
 from steepest.observe.reports import Reports
 from steepest.observe.results import EvaluationResult, Event, StepResult
@@ -33,10 +37,13 @@ class Sink(Protocol):
         """Take a row, `old` if it is of the program before. It raises nothing."""
 
     def flush(self) -> None:
-        """Pass on the rows taken so far. It raises nothing."""
+        """Have the rows taken so far passed on soon. It raises nothing, and does not wait."""
 
-    def close(self) -> None:
-        """Pass on the rows taken so far; there are no more. It raises nothing."""
+    def behind(self) -> int | None:
+        """Return the step until which all rows were passed on; None if all that were taken are."""
+
+    def close(self, how: Ending) -> None:
+        """Pass on the rows taken so far; there are no more, and the run has ended so. It raises nothing."""
 
 
 _RESULT = tuple(field.name for field in dataclasses.fields(StepResult))  # a page asks for each row
@@ -89,6 +96,8 @@ class History(Sequence[dict[str, Any]]):
     Attributes:
         runs: of each logger, the id of its run; in checkpoints.
         begun: the step from which the run continues here; 0 if it began here.
+        behind: of each logger that has not passed on all rows, the step until which it has; in checkpoints.
+        ended: how the last call of `fit` has ended.
         record: what there is to know of the run beside these rows, for its page.
         reports: what loops of users' own have reported.
     """
@@ -96,6 +105,8 @@ class History(Sequence[dict[str, Any]]):
     def __init__(self, events: Sequence[Event] = (), limit: int = 100_000) -> None:
         self.runs: dict[str, str] = {}
         self.begun = 0
+        self.behind: dict[str, int] = {}
+        self.ended: Ending = "finished"
         self.record = JobRecord()
         self.reports = Reports()
         self._events = events
@@ -109,6 +120,7 @@ class History(Sequence[dict[str, Any]]):
         self._written = 0  # the serial of the last row in the file
         self._before = 0  # that of the last row of the program before
         self._sinks: dict[str, Sink] = {}
+        self._process = 0  # in which sinks follow
         self._lock = system().lock()
 
     # -- reading -------------------------------------------------------------------------------
@@ -236,6 +248,7 @@ class History(Sequence[dict[str, Any]]):
         runs: Mapping[str, str],
         rows: Iterable[Mapping[str, Any]] = (),
         record: Iterable[Mapping[str, Any]] = (),
+        behind: Mapping[str, int] | None = None,
     ) -> None:
         """Continue from a checkpoint; rows of later steps are removed, except events.
 
@@ -244,6 +257,7 @@ class History(Sequence[dict[str, Any]]):
             runs: of the loggers, as in the checkpoint; those of this program stay.
             rows: of the program before, if this one has none yet.
             record: likewise, of `record`.
+            behind: as of the attribute, in the checkpoint.
         """
         self.record.resume(step, record)
         with self._lock:
@@ -255,6 +269,7 @@ class History(Sequence[dict[str, Any]]):
                 self._written = self._before = self._serial
             self.begun = step
             self.runs = {**runs, **self.runs}
+            self.behind = dict(behind or {})
 
     def end(self, step: int) -> None:
         """Remove the rows of a step and of later ones, except events: those in which no worker had anything to do."""
@@ -364,17 +379,43 @@ class History(Sequence[dict[str, Any]]):
             for row in self._rows:
                 sink.take(row.as_dict(), old=row.serial <= self._before)
             self._sinks[key] = sink
+            self._process = os.getpid()
+            _followed.add(self)
 
     def flush(self) -> None:
-        """Have all sinks pass on what they were given."""
+        """Have all sinks pass on soon what they were given, and note which are behind."""
         with self._lock:
             self._take_events()
-            for sink in self._sinks.values():
+            for key, sink in self._sinks.items():
                 sink.flush()
+                self._note(key, sink)
 
-    def close(self) -> None:
-        """Have all sinks pass on what they were given, for the last time."""
+    def _note(self, key: str, sink: Sink) -> None:
+        self.behind.pop(key, None)
+        if (step := sink.behind()) is not None:
+            self.behind[key] = step
+
+    def close(self, how: Ending | None = None) -> None:
+        """Have all sinks pass on what they were given, for the last time.
+
+        Args:
+            how: the run ends; None for as the last `fit` did.
+        """
         with self._lock:
             self._take_events()
-            while self._sinks:
-                self._sinks.popitem()[1].close()
+            sinks, self._sinks = self._sinks, {}
+            _followed.discard(self)
+        for key, sink in sinks.items():
+            sink.close(self.ended if how is None else how)
+            self._note(key, sink)
+
+
+_followed = weakref.WeakSet[History]()
+
+
+@atexit.register
+def close_followed() -> None:
+    """Close the histories of trainers that were not shut down, where the program ends."""
+    for history in list(_followed):
+        if history._process == os.getpid():
+            history.close()

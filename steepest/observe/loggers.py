@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import math
+import secrets
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from steepest.errors import ConfigurationError
+from steepest.observe.delivery import Delivery, Ending
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.storage.object_storage import ObjectStorage, Patience
 from steepest.storage.places import ObjectUrl, place_of
 from steepest.validation import require_count
 
-log = logging.getLogger(__name__)
-_CHUNK = 40  # points passed on at once: fewer than 1,000 numbers, which is what MLflow takes
+_TAG = "steepest.run"  # of runs of MLflow
+_EXIT_CODES = {"finished": 0, "failed": 1, "killed": 143}
 _LARGE = 4 << 20  # bytes of a file of events after which another begins, at a URL
 _BRIEF = Patience(call=30.0, retry=0.0)
 _DEATHS = ("replaced", "left", "recovered")
@@ -50,13 +51,12 @@ class Logger(Callback):
     From the first `fit` that it is given to on, a logger passes on all rows of the history, also those
     of `step` and `evaluate` outside of `fit`, until the trainer is shut down. The run's id is in
     checkpoints: the program that continues from one continues its run. A step that is taken again
-    is logged once. A tracker that cannot be reached does not end training: a warning says so, and
-    what it has missed is passed on later.
+    is logged once. All of it is done on a thread of the logger's own: training waits for no tracker, and
+    one that cannot be reached, also at the start, is tried again, with a warning.
 
     Args:
         every: steps from one that is logged to the next.
-        seconds: after which rows are passed on, at the latest by the next row.
-        clock: tells the time in seconds.
+        seconds: after which a row is passed on, with those that have come meanwhile.
 
     Attributes:
         key: the name under which the run's id is in checkpoints.
@@ -64,25 +64,29 @@ class Logger(Callback):
 
     key = ""
 
-    def __init__(
-        self, every: int = 1, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, every: int = 1, seconds: float = 5.0) -> None:
         self._every = require_count("every", every)
         self._seconds = seconds
-        self._clock = clock
-        self._due = clock() + seconds
-        self._points: list[Point] = []
         self._history: weakref.ref[History] | None = None  # that of the run
+        self._delivery: Delivery | None = None
         self._begin_run({})
 
-    # -- what a tracker implements -------------------------------------------------------------
+    # -- what a tracker implements, for the thread -------------------------------------------------
+
+    def new_run(self) -> str | None:
+        """Return the id of a new run, where the tracker lets it be chosen; None where `open` finds it out.
+
+        It is called where `fit` begins, on the thread of `fit`, and is in all checkpoints, also while the
+        tracker is down.
+        """
+        return None
 
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Begin a run, or continue one.
+        """Begin a run, or continue one; what it raises has it called again later.
 
         Args:
-            run: the id of the run to continue; None for a new one.
-            step: the number of steps at the checkpoint; 0 for a new run.
+            run: the id of the run, which the tracker has or not; None for a new one, if `new_run` gives none.
+            step: until which the program before has logged all; 0 for a new run.
 
         Returns:
             The run's id, and by kind of row ("step", "evaluation", ...) the greatest step that the
@@ -97,54 +101,65 @@ class Logger(Callback):
     def store(self) -> None:
         """Make what was logged durable, where `log` does not; what it raises has it called again later."""
 
-    def finish(self) -> None:
-        """End the run, as far as this program is concerned."""
+    def finish(self, how: Ending) -> None:
+        """End the run, as far as this program is concerned.
 
-    # -- a callback ----------------------------------------------------------------------------
+        Args:
+            how: "finished"; "failed", by an error; "killed", by a signal or without `shutdown`.
+        """
+
+    # -- a callback --------------------------------------------------------------------------------
 
     def on_fit_begin(self, sgd: Any, steps: int) -> None:
-        """Open the run, and follow the trainer's history, unless a logger with its key does."""
+        """Have the run opened, and follow the trainer's history, unless a logger with its key does."""
         history: History = sgd.history
         if history.is_followed(self.key):
             return
         other = None if self._history is None else self._history()
-        if other is not None and other.is_followed(self.key, self):
+        if other is not None and other.is_followed(self.key, self._delivery):
             raise ConfigurationError(
                 f"{self.key}: this logger follows another trainer, which is not shut down: shut that "
                 "down before, or give each trainer a logger of its own"
             )
-        history.runs[self.key], done = self.open(history.runs.get(self.key), history.begun)
+        if self.key not in history.runs and (run := self.new_run()) is not None:
+            history.runs[self.key] = run
+        step = history.behind.get(self.key, history.begun)
         self._history = weakref.ref(history)
+        self._delivery = Delivery(
+            self.key,
+            partial(self._open, history.runs, step),
+            self._take,
+            self._send,
+            self.finish,
+            self._seconds,
+            after=self._delivery,
+        )
+        history.follow(self.key, self._delivery)
+
+    def on_fit_end(self, sgd: Any) -> None:
+        """Have all passed on at once."""
+        if self._delivery is not None:
+            self._delivery.flush()
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    def _open(self, runs: dict[str, str], step: int) -> None:
+        """Have the run opened, and its id in checkpoints."""
+        runs[self.key], done = self.open(runs.get(self.key), step)
         self._begin_run(done)
-        history.follow(self.key, self)
 
     def _begin_run(self, done: Mapping[str, int]) -> None:
         """Forget what was counted of another run; `done` is as of `open`."""
-        if self._points:
-            log.warning("%s: %d rows of the run before are lost", self.key, len(self._points))
-        self._points = []
+        self._points: list[Point] = []
         # by kind of row: until which step all is logged, and, but for events, the greatest step taken
         self._done: dict[str, int] = dict(done)
         self._seen: dict[str, int] = {}
         self._deaths = 0
         self._mark = (0.0, 0)  # seconds and samples, from which the rate is counted
         self._samples = 0
-        self._failing = False
 
-    def on_fit_end(self, sgd: Any) -> None:
-        """Pass on what there is."""
-        self.flush()
-
-    # -- a sink of the history -----------------------------------------------------------------
-
-    def take(self, row: Mapping[str, Any], *, old: bool = False) -> None:
-        """Take a row, unless the run has it already.
-
-        Args:
-            row: of the history.
-            old: whether it is of the program before; events of this program are new, at whichever
-                step.
-        """
+    def _take(self, row: Mapping[str, Any], old: bool) -> None:
+        """Take a row, unless the run has it already; events of this program are new, at whichever step."""
         kind, step = row["kind"], row["step"]
         if kind == "step" and step <= self._seen.get(kind, -1):  # again, and so is what follows
             for each, last in self._seen.items():
@@ -160,30 +175,13 @@ class Logger(Callback):
         if has or (kind == "step" and step % self._every):
             return
         self._points.append(Point(kind, step, row["time"], values, row.get("line", "")))
-        if self._clock() >= self._due:
-            self.flush()
 
-    def flush(self) -> None:
-        """Pass on what there is; if that fails, keep it."""
-        self._due = self._clock() + self._seconds
-        try:
-            while self._points:
-                self.log(self._points[:_CHUNK])
-                del self._points[:_CHUNK]
-            self.store()
-            self._failing = False
-        except Exception as error:  # noqa: BLE001 - a tracker's errors do not end training
-            if not self._failing:
-                log.warning("%s: cannot log, tries again later: %r", self.key, error)
-            self._failing = True
-
-    def close(self) -> None:
-        """Pass on what there is, and end the run."""
-        self.flush()
-        try:
-            self.finish()
-        except Exception as error:  # noqa: BLE001 - see `flush`
-            log.warning("%s: cannot end the run: %r", self.key, error)
+    def _send(self) -> None:
+        """Pass on the points of what was taken."""
+        if self._points:
+            self.log(self._points)
+            self._points = []
+        self.store()
 
     def _rate(self, row: Mapping[str, Any]) -> dict[str, float]:
         """Return the samples per second, if a second has passed since it was returned before."""
@@ -216,6 +214,11 @@ def _numbers(row: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
                     yield place if alone else f"{place}/{key}", float(number)
         elif name not in ("time", "seconds", "samples") and _is_finite(value):
             yield f"{'job' if name in job else group}/{name}", float(value)
+
+
+def _until(step: int) -> dict[str, int]:
+    """Return that all rows until a step were logged, of a tracker that cannot be asked."""
+    return dict.fromkeys(_GROUPS, step) if step else {}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -267,15 +270,19 @@ class TensorBoard(Logger):
         self._purge: int | None = None
         self._files = 0
 
+    def new_run(self) -> str:
+        """Return a directory of the run's own."""
+        return str(self._directory / datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f"))
+
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
         """Open another file of events in the run's directory."""
-        name = run or str(self._directory / datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f"))
-        if isinstance(place := place_of(name), ObjectUrl):
+        assert run is not None
+        if isinstance(place := place_of(run), ObjectUrl):
             self._uploads = _Uploads(place)
-        self._folder = name if self._uploads is None else self._uploads.folder
-        self._purge, self._suffix = None if run is None else step + 1, f".{step:012}"
+        self._folder = run if self._uploads is None else self._uploads.folder
+        self._purge, self._suffix = step + 1 if step else None, f".{step:012}"
         self._begin()
-        return name, {} if run is None else dict.fromkeys(_GROUPS, step)
+        return run, _until(step)
 
     def _begin(self) -> None:
         module = _load("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
@@ -301,7 +308,7 @@ class TensorBoard(Logger):
             self._uploads.upload(done=True)
             self._begin()
 
-    def finish(self) -> None:
+    def finish(self, how: Ending) -> None:
         """Close the file."""
         self._writer.close()
         if self._uploads is not None:
@@ -337,7 +344,7 @@ class _Uploads:
 
 
 class MLflow(Logger):
-    """Log to a run of MLflow.
+    """Log to a run of MLflow, which has its id in checkpoints as the tag "steepest.run".
 
     Args:
         experiment: its name; made if it does not exist.
@@ -361,21 +368,28 @@ class MLflow(Logger):
         self._client: Any = None
         self._run = ""
 
+    def new_run(self) -> str:
+        """Return a tag for the run."""
+        return secrets.token_hex(8)
+
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Begin a run, or continue one and ask which steps it has."""
+        """Continue the run with this tag, and ask which steps it has; begin it if there is none."""
+        assert run is not None
         self._client = _load("MLflow", "mlflow").MlflowClient(tracking_uri=self._uri)
-        if run is not None:
-            self._run = run
-            self._client.update_run(run, status="RUNNING")
-            return run, _steps(self._client.get_run(run).data.metrics)
         found = self._client.get_experiment_by_name(self._experiment)
         number = (
             self._client.create_experiment(self._experiment)
             if found is None
             else found.experiment_id
         )
-        self._run = self._client.create_run(number, run_name=self._name).info.run_id
-        return self._run, {}
+        runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{run}'", max_results=1)
+        if not runs:
+            made = self._client.create_run(number, run_name=self._name, tags={_TAG: run})
+            self._run = made.info.run_id
+            return run, {}
+        self._run = runs[0].info.run_id
+        self._client.update_run(self._run, status="RUNNING")
+        return run, _steps(self._client.get_run(self._run).data.metrics)
 
     def log(self, points: Sequence[Point]) -> None:
         """Log the points' numbers with one request."""
@@ -387,9 +401,9 @@ class MLflow(Logger):
         ]
         self._client.log_batch(self._run, metrics=metrics)
 
-    def finish(self) -> None:
-        """Say that the run has ended."""
-        self._client.set_terminated(self._run)
+    def finish(self, how: Ending) -> None:
+        """Say that the run has ended, and how."""
+        self._client.set_terminated(self._run, status=how.upper())
 
 
 class WandB(Logger):
@@ -413,25 +427,29 @@ class WandB(Logger):
         self._project, self._init = project, dict(init or {})
         self._run: Any = None
 
+    def new_run(self) -> str:
+        """Return the id that `init` has, or a new one."""
+        return str(self._init.get("id") or secrets.token_hex(4))
+
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Begin a run, or continue one and look which steps its summary has."""
-        which = {} if run is None else {"id": run, "resume": "allow"}
+        """Begin a run, or continue it and look which steps its summary has."""
+        which = {"id": run, "resume": "allow"}
         module = _load("WandB", "wandb")
         self._run = module.init(project=self._project, **(self._init | which))
         for group in dict.fromkeys(_GROUPS.values()):
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
         for group in ("job", "seconds"):
             self._run.define_metric(f"{group}/*", step_metric="train/step")
-        return self._run.id, {} if run is None else _steps(self._run.summary)
+        return self._run.id, _steps(self._run.summary)
 
     def log(self, points: Sequence[Point]) -> None:
         """Log each point; its step is one of its numbers."""
         for point in points:
             self._run.log(point.values)
 
-    def finish(self) -> None:
-        """Upload what is left."""
-        self._run.finish()
+    def finish(self, how: Ending) -> None:
+        """Upload what is left, and say how the run has ended."""
+        self._run.finish(exit_code=_EXIT_CODES[how])
 
 
 class Trackio(Logger):
@@ -452,19 +470,23 @@ class Trackio(Logger):
         self._project, self._init = project, dict(init or {})
         self._run: Any = None
 
+    def new_run(self) -> str:
+        """Return the name that `init` has, or a new one."""
+        return str(self._init.get("name") or f"steepest-{secrets.token_hex(4)}")
+
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Begin a run, or continue one and look which steps it has, if it is on this machine."""
-        which = {} if run is None else {"name": run, "resume": "allow"}
+        """Begin a run, or continue it and look which steps it has, if it is on this machine."""
+        which = {"name": run, "resume": "allow"}
         module = _load("Trackio", "trackio")
         self._run = module.init(self._project, **(self._init | which))
-        return self._run.name, {} if run is None else self._logged(step)
+        return self._run.name, self._logged(step)
 
     def _logged(self, step: int) -> dict[str, int]:
         """Return by kind of row the greatest step that the run has; elsewhere that of the checkpoint."""
         try:
             storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
             if not self._run._is_local:
-                return dict.fromkeys(_GROUPS, step)
+                return _until(step)
             found = {
                 f"{group}/step": storage.get_metric_values(
                     self._project, self._run.name, f"{group}/step", run_id=self._run.id
@@ -472,7 +494,7 @@ class Trackio(Logger):
                 for group in _GROUPS.values()
             }
         except (ImportError, AttributeError, TypeError):  # another version, without these methods
-            return dict.fromkeys(_GROUPS, step)
+            return _until(step)
         return _steps({name: rows[-1]["value"] for name, rows in found.items() if rows})
 
     def log(self, points: Sequence[Point]) -> None:
@@ -480,8 +502,8 @@ class Trackio(Logger):
         for point in points:
             self._run.log(point.values, step=point.step)
 
-    def finish(self) -> None:
-        """Send what is left."""
+    def finish(self, how: Ending) -> None:
+        """Send what is left; Trackio's runs have no status."""
         self._run.finish()
 
 

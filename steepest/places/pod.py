@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+from steepest.config.run import environment_variable
 
 _LOOK_SECONDS = 1.0
 _DRAIN_SECONDS = 30.0  # that Ray's command may take beyond the time that the pod has
@@ -62,7 +63,7 @@ def leave(seconds: int) -> int:
 
 def _head_answers() -> bool:
     """Return whether something listens at the address of RAY_ADDRESS, which KubeRay sets."""
-    host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+    host, _, port = (environment_variable("RAY_ADDRESS") or "").rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
             return True

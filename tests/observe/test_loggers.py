@@ -32,14 +32,15 @@ from steepest import (
     Trackio,
     WandB,
 )
+from steepest.core.system import system
 from steepest.errors import ConfigurationError
-from steepest.observe import loggers
+from steepest.observe import delivery, history, loggers
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
 from tests.conftest import ROOT
 from tests.logged_runs import TASK, Memory
 from tests.simulated_programs import quiet
-from tests.simulation.run import Simulation, run_config
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,8 @@ class Run:
         self.id = self.name = name
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.summary: dict[str, float] = {}
-        self.finished = 0
+        self.tags: dict[str, str] = {}
+        self.endings: list[Any] = []
 
     def define_metric(self, name: str, step_metric: str) -> None:
         pass
@@ -64,8 +66,8 @@ class Run:
         self.summary |= values
         self.logged.append((int(values.get("train/step", -1)) if step is None else step, values))
 
-    def finish(self) -> None:
-        self.finished += 1
+    def finish(self, exit_code: int | None = None) -> None:
+        self.endings.append(exit_code)
 
 
 class Tracker:
@@ -85,12 +87,12 @@ class Tracker:
         name = name or f"run-{len(self.runs)}"
         return self.runs.setdefault(name, Run(name))
 
-    def wandb(self, project: str, id: str | None = None, resume: str | None = None) -> Run:
-        assert (id is None) == (resume is None)
+    def wandb(self, project: str, id: str, resume: str) -> Run:
+        assert resume == "allow"
         return self.begin(id)
 
-    def trackio(self, project: str, name: str | None = None, resume: str = "never") -> Run:
-        assert (name is None) == (resume == "never")
+    def trackio(self, project: str, name: str, resume: str) -> Run:
+        assert resume == "allow"
         return self.begin(name)
 
     # -- a client of mlflow ------------------------------------------------------------------------
@@ -101,8 +103,15 @@ class Tracker:
     def create_experiment(self, name: str) -> str:
         return "7"
 
-    def create_run(self, experiment: str, run_name: str | None) -> Any:
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.begin(None).id))
+    def create_run(self, experiment: str, run_name: str | None, tags: dict[str, str]) -> Any:
+        run = self.begin(None)
+        run.tags = tags
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.id))
+
+    def search_runs(self, experiments: list[str], text: str, max_results: int) -> list[Any]:
+        found = [r for r in self.runs.values() for tag in r.tags.values() if f"'{tag}'" in text]
+        assert text.startswith("tags.`steepest.run` = '")
+        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=r.id)) for r in found]
 
     def update_run(self, run: str, status: str) -> None:
         assert status == "RUNNING"
@@ -119,8 +128,8 @@ class Tracker:
         for (_, step), values in points.items():
             self.runs[run].log(values, step)
 
-    def set_terminated(self, run: str) -> None:
-        self.runs[run].finish()
+    def set_terminated(self, run: str, status: str) -> None:
+        self.runs[run].endings.append(status)
 
 
 def steps_of(run: Run) -> list[int]:
@@ -164,7 +173,7 @@ def test_a_program_started_again_continues_its_run(
     assert program(tmp_path / "two", 18, kind("p")) == {f"{kind.__name__} p": name}
     (run,) = tracker.runs.values()
     assert steps_of(run) == list(range(1, 19))
-    assert run.finished == 2
+    assert run.endings == [{MLflow: "FINISHED", WandB: 0, Trackio: None}[kind]] * 2
     last = [values for step, values in run.logged if "evaluation/loss" in values][-1]
     assert last["evaluation/step"] == 18
     assert {"evaluation/first", "evaluation/loss"} <= last.keys()
@@ -253,14 +262,11 @@ def test_tensorboard_uploads_later_what_a_store_has_not_taken(
         put(self, path, value, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
-    logger = TensorBoard(url, seconds=0.0)
-    run, _ = logger.open(None, 0)
     caplog.set_level(logging.WARNING, "steepest")
-    for step in range(1, 7):
-        logger.take({"kind": "step", "step": step, "time": 1.0, "samples": 4, "loss": 0.5})
+    (run,) = program(tmp_path / "run", 6, TensorBoard(url, seconds=0.0)).values()
+    assert down == []
     assert caplog.text.count("cannot log, tries again later") == 1
     assert "AKIA" not in caplog.text
-    logger.close()
     assert scalars(copied(run, tmp_path / "tb"))[0]["train/loss"] == list(range(1, 7))
 
 
@@ -303,10 +309,10 @@ def test_steps_that_are_taken_again_after_a_death_are_logged_once() -> None:
     ):
         trainer.fit(steps=30, callbacks=[logger, Do(13, kill)], progress=False)
         trainer.step()
-        assert Counter(logger.steps) == Counter(range(1, 32))
-        events = [point for point in logger.points if point.kind == "event"]
-        assert [point.text for point in events] == [e.line for e in trainer.stats().events]
-        assert logger.points[-1].values["job/deaths"] >= 1
+        lines = [event.line for event in trainer.stats().events]
+    assert Counter(logger.steps) == Counter(range(1, 32))
+    assert [point.text for point in logger.points if point.kind == "event"] == lines
+    assert logger.points[-1].values["job/deaths"] >= 1
 
 
 def test_what_a_continuing_program_does_before_its_first_fit_is_logged(tmp_path: Path) -> None:
@@ -368,15 +374,186 @@ def test_a_logger_of_two_trainers_has_all_steps_of_each() -> None:
 def test_a_tracker_that_cannot_be_reached_gets_everything_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Also where it is down at the start; one warning says so, and one that it is back."""
     logger = Memory(seconds=0.0)
     logger.fails = True
+    caplog.set_level(logging.WARNING, "steepest")
     with (
         Simulation(5).running(),
         DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
     ):
         trainer.fit(steps=50, callbacks=[logger], progress=False)
+        assert logger.points == []
         logger.fails = False
     assert logger.steps == list(range(1, 51))
+    assert caplog.text.count("cannot log, tries again later") == 1
+    assert "ConnectionError('no route')" in caplog.text
+    assert caplog.text.count("logs again; 0 rows were dropped") == 1
+
+
+class Slow(Memory):
+    """Takes an hour to open a run, or to log, and fails then, if told to."""
+
+    def __init__(self, opening: bool, fails: bool) -> None:
+        super().__init__(seconds=0.0)
+        self.opening, self.fails = opening, fails
+
+    def log(self, points: Any) -> None:
+        pause(0.0 if self.opening else 3600.0)
+        super().log(points)
+
+    def open(self, run: str | None, step: int) -> tuple[str, dict[str, int]]:
+        pause(3600.0 if self.opening else 0.0)
+        return super().open(run, step) if self.opening else ("here", {})
+
+
+def seconds_of(steps: int, *callbacks: Callback) -> float:
+    """The virtual seconds that `fit` takes for so many steps."""
+    with (
+        Simulation(6).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        begun = system().now()
+        trainer.fit(steps=steps, callbacks=callbacks, progress=False)
+        return system().now() - begun
+
+
+@pytest.mark.parametrize("opening", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_training_does_not_wait_for_a_tracker(
+    opening: bool, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "steepest")
+    slow = Slow(opening, fails)
+    assert seconds_of(12, slow) == pytest.approx(seconds_of(12), rel=0.5)
+    assert re.search("does not answer; 1[0-9] rows may be missing", caplog.text)
+
+
+def test_the_oldest_rows_are_dropped_where_too_many_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(delivery, "_MOST_ROWS", 10)
+    logger = Memory(seconds=0.0)
+    logger.fails = True
+    caplog.set_level(logging.WARNING, "steepest")
+    with (
+        Simulation(5).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        trainer.fit(steps=30, callbacks=[logger], progress=False)
+        logger.fails = False
+    kept = [point.step for point in logger.points]
+    assert kept == sorted(kept)
+    assert logger.steps[-1] == 30
+    assert len(logger.points) <= 10
+    assert "10 rows wait, of which the oldest are dropped from now on" in caplog.text
+    assert re.search(r"Memory: \d\d rows have not arrived", caplog.text)
+
+
+@pytest.mark.parametrize("kind", [MLflow, WandB, TensorBoard])
+def test_a_run_whose_tracker_was_down_is_continued_as_the_same_run(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id is in checkpoints, with the step until which the tracker has all."""
+    tracker = Tracker(monkeypatch)
+    make = partial(kind, str(tmp_path / "tb") if kind is TensorBoard else "p", seconds=0.0)
+    down = True
+
+    class Down(kind):  # type: ignore[misc]
+        def log(self, points: Any) -> None:
+            if down and points[-1].step > 3:
+                raise ConnectionError("no route")
+            super().log(points)
+
+    Down.__name__ = kind.__name__
+    first = program(tmp_path / "run", 10, Down(*make.args, **make.keywords))
+    down = False
+    assert program(tmp_path / "run", 18, make()) == first
+    if kind is TensorBoard:
+        (run,) = (tmp_path / "tb").iterdir()
+        steps = scalars(run)[0]["train/loss"]
+    else:
+        (found,) = tracker.runs.values()
+        steps = steps_of(found)
+    assert steps == list(range(1, 19))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (None, "FINISHED", 0),
+        (RuntimeError("boom"), "FAILED", 1),
+        (KeyboardInterrupt(), "KILLED", 143),
+        (SystemExit(143), "KILLED", 143),
+        (SystemExit(3), "FAILED", 1),
+        (SystemExit(0), "FINISHED", 0),
+    ],
+)
+@pytest.mark.parametrize("where", ["fit", "block"])
+def test_trackers_are_told_how_a_run_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException | None,
+    status: str,
+    code: int,
+    where: str,
+) -> None:
+    tracker = Tracker(monkeypatch)
+
+    class Raises(Callback):
+        def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
+            if error is not None:
+                raise error
+
+    trackers = [MLflow("p"), WandB("p")]
+    with Simulation(9).running():
+        trainer = DistributedSGD(TASK.creator(), 2, run_config=run_config())
+        try:
+            if where == "block":
+                with trainer:
+                    trainer.fit(steps=2, callbacks=trackers, progress=False)
+                    if error is not None:
+                        raise error
+            else:
+                trainer.fit(epochs=1, callbacks=[*trackers, Raises()], progress=False)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+        trainer.shutdown()
+    assert sorted(str(run.endings) for run in tracker.runs.values()) == [
+        f"['{status}']",
+        f"[{code}]",
+    ]
+
+
+def test_a_run_ends_with_its_program_where_nobody_shuts_the_trainer_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracker = Tracker(monkeypatch)
+    with Simulation(9).running():
+        trainer = DistributedSGD(TASK.creator(), 2, run_config=run_config())
+        trainer.fit(steps=5, callbacks=[MLflow("p")], progress=False)
+        history.close_followed()
+        (run,) = tracker.runs.values()
+        assert (steps_of(run), run.endings) == ([1, 2, 3, 4, 5], ["FINISHED"])
+        trainer.shutdown()
+    assert len(run.endings) == 1
+
+
+def test_a_run_that_failed_and_went_on_well_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(monkeypatch)
+
+    def stop() -> None:
+        raise RuntimeError("boom")
+
+    with (
+        Simulation(9).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        with pytest.raises(RuntimeError, match="boom"):
+            trainer.fit(steps=5, callbacks=[MLflow("p"), Do(2, stop)], progress=False)
+        trainer.fit(steps=5, progress=False)
+    (run,) = tracker.runs.values()
+    assert run.endings == ["FINISHED"]
 
 
 @pytest.mark.parametrize(
@@ -400,12 +577,12 @@ def test_a_package_that_is_missing_is_named_before_a_job_starts(
 def test_learning_rates_are_logged_by_group() -> None:
     logger = Memory()
     row = {"kind": "step", "step": 1, "time": 0.0, "samples": 4, "seconds": 0.5}
-    logger.take(row | {"learning_rate": 0.1})
-    logger.take(row | {"learning_rate": [0.1], "step": 2})
-    logger.take(row | {"learning_rate": (0.1, 0.2), "step": 3})
-    logger.take(row | {"learning_rate": {"head": 0.1, "body": 0.2}, "step": 4})
-    logger.take(row | {"learning_rate": None, "step": 5})
-    logger.flush()
+    logger._take(row | {"learning_rate": 0.1}, old=False)
+    logger._take(row | {"learning_rate": [0.1], "step": 2}, old=False)
+    logger._take(row | {"learning_rate": (0.1, 0.2), "step": 3}, old=False)
+    logger._take(row | {"learning_rate": {"head": 0.1, "body": 0.2}, "step": 4}, old=False)
+    logger._take(row | {"learning_rate": None, "step": 5}, old=False)
+    logger._send()
     rate = "train/learning_rate"
     assert [{k: v for k, v in p.values.items() if rate in k} for p in logger.points] == [
         {rate: 0.1},
@@ -451,3 +628,32 @@ def test_prometheus_has_the_last_values_that_the_dashboard_shows(
     shown = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
     names = {re.match(r"ray_(\w+)\{run=", text)[1] for text in shown}  # type: ignore[index]
     assert names <= gauges.keys()
+
+
+def test_prometheus_has_so_many_gauges_whatever_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name with a step in it would be a series of its own for ever; the tag has the run's name alone."""
+    tags: set[tuple[str, str]] = set()
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert tag_keys == ("run",)
+            self.name = name
+
+        def set(self, value: float, tags: dict[str, str], all=tags) -> None:  # type: ignore[no-untyped-def]
+            all.add((self.name, *tags.values()))
+
+    metrics: Any = types.ModuleType("ray.util.metrics")
+    metrics.Gauge = Gauge
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", metrics)
+    caplog.set_level(logging.WARNING, "steepest")
+    logger = Prometheus("digits")
+    for step in range(1000):
+        row = {"kind": "report", "step": step, "time": 0.0, "metrics": {f"loss_{step}": 1.0}}
+        logger._take(row, old=False)
+        logger._send()
+    assert len(tags) == 200
+    assert {run for _, run in tags} == {"digits"}
+    assert "under names that stay" in caplog.text
+    assert caplog.text.count("gets no gauge") == 1

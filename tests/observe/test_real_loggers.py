@@ -92,7 +92,7 @@ def test_mlflow(tmp_path: Path) -> None:
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("digits")
     (one,) = client.search_runs([experiment.experiment_id])
-    assert list(found["runs"].values()) == [one.info.run_id]
+    assert list(found["runs"].values()) == [one.data.tags["steepest.run"]]
     assert one.info.status == "FINISHED"
 
     def steps(name: str) -> list[int]:
