@@ -61,7 +61,8 @@ $(VENV)-%/.installed: $(STAMP)
 environments: $(foreach name,shared jax tensorflow spark docs,$(VENV)-$(name)/.installed)
 
 test-loggers: $(VENV)-loggers/.installed
-	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_real_loggers.py tests/observe/test_loggers.py
+	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_real_loggers.py tests/observe/test_loggers.py \
+	  tests/places/test_kuberay_probes.py
 
 test-adapters: $(VENV)-shared/.installed
 	$(SHARED) -m pytest -m "$(CHOICE)" tests/adapters/test_lightning.py tests/adapters/test_hugging_face.py
