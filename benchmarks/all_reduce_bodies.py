@@ -19,8 +19,8 @@ from steepest.core.tensors.allocator import keep_freed_memory
 from steepest.core.tensors.shared_memory import AVAILABLE
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.tls.certificates import make_certificate
-from steepest.tls.connections import Identity, encryption_with
+from steepest.runtime.tls.certificates import make_certificate
+from steepest.runtime.tls.connections import Identity, encryption_with
 
 ELEMENTS = 25_000_000  # of float32
 

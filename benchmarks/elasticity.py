@@ -204,7 +204,7 @@ def kept_seconds(workers: int, keeps: bool, creator: Any = large_model) -> dict[
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
-        told("steepest.driver.checkpoint_writer") as said,
+        told("steepest.runtime.driver.checkpoint_writer") as said,
     ):
         checkpoints = Checkpoints(folder, every=EVERY, keep=1) if keeps else None
         with DistributedSGD(creator, num_workers=workers, checkpoints=checkpoints) as trainer:

@@ -53,7 +53,7 @@ from steepest.tables.table import Table
 
 FEATURES, BATCH, DIM = 26, 4096, 16
 SPREAD = 2_654_435_761  # ids that are no small numbers
-LOGGER = "steepest.driver.checkpoint_writer"
+LOGGER = "steepest.runtime.driver.checkpoint_writer"
 
 
 class Clicks(nn.Module):

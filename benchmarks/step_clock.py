@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.push_pull import PushPull
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.transport.frames import FrameReader
 from steepest.core.transport.sockets import WireTransport
 from steepest.core.transport.stream import WireChannel
 from steepest.embedding.torch_model import TorchModel
+from steepest.strategies.compression.gradient_compressor import GradientCompressor
 
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     (

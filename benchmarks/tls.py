@@ -30,8 +30,8 @@ from statistics import median
 from benchmarks import all_reduce_bodies
 from benchmarks.namespaces import Team, UnavailableError, star
 from benchmarks.overhead import alternate, compare, comparison, positive
-from steepest.tls.certificates import make_certificate
-from steepest.tls.connections import Tls
+from steepest.runtime.tls.certificates import make_certificate
+from steepest.runtime.tls.connections import Tls
 
 GIB = 1 << 30
 PAYLOAD = 4 << 20

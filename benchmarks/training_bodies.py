@@ -16,7 +16,6 @@ from benchmarks.models import MLP, WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
-from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.core.engine.client import Client
 from steepest.core.engine.hosting import (
     build_replicas,
@@ -46,6 +45,7 @@ from steepest.core.transport.sockets import WireTransport
 from steepest.embedding.torch_model import TorchModel
 from steepest.extensions import EXTENSIONS
 from steepest.runtime.scheduling import give_way
+from steepest.strategies.aggregation.host_aggregator import host_aggregator
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 

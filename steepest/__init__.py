@@ -40,8 +40,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.core.tensors.codec import Codec as Codec
     from steepest.core.tensors.layout import ParameterLayout as ParameterLayout
     from steepest.data.ray_dataset import RayDataset as RayDataset
-    from steepest.driver.prometheus import Prometheus as Prometheus
-    from steepest.driver.trainer import DistributedSGD as DistributedSGD
     from steepest.embedding.collection import EmbeddingCollection as EmbeddingCollection
     from steepest.embedding.modules import Embedding as Embedding
     from steepest.embedding.modules import EmbeddingBag as EmbeddingBag
@@ -75,6 +73,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.parameter_server.api import ParameterServer as ParameterServer
     from steepest.planning.forecast import Forecast as Forecast
     from steepest.planning.plan import plan as plan
+    from steepest.runtime.driver.prometheus import Prometheus as Prometheus
+    from steepest.runtime.driver.trainer import DistributedSGD as DistributedSGD
     from steepest.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
     from steepest.strategies.local import LocalStrategy as LocalStrategy
     from steepest.strategies.parameter_server import (
@@ -94,7 +94,7 @@ _MODULES = {
     "CommitLog": "core.engine.commit_log",
     "Computed": "core.models.protocol",
     "DeadlineConfig": "config.run",
-    "DistributedSGD": "driver.trainer",
+    "DistributedSGD": "runtime.driver.trainer",
     "EarlyStopping": "observe.evaluations",
     "EvaluationResult": "observe.results",
     "Embedding": "embedding.modules",
@@ -123,7 +123,7 @@ _MODULES = {
     "ParameterServerStrategy": "strategies.parameter_server",
     "PowerSGD": "config.compression",
     "ProcessInfo": "observe.results",
-    "Prometheus": "driver.prometheus",
+    "Prometheus": "runtime.driver.prometheus",
     "RayDataset": "data.ray_dataset",
     "ReduceOnPlateau": "observe.evaluations",
     "ResourceConfig": "config.run",

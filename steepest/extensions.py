@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from steepest.aggregation.extension import Aggregation
-from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.push_pull import Compressor
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.extension import EmbeddingTables
-from steepest.local_sgd.extension import LocalSgd
-from steepest.process_groups.extension import ProcessGroups
+from steepest.strategies.aggregation.extension import Aggregation
+from steepest.strategies.compression.gradient_compressor import GradientCompressor
+from steepest.strategies.local_sgd.extension import LocalSgd
+from steepest.strategies.process_groups.extension import ProcessGroups
 
 
 class Compression(Extension):

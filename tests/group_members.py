@@ -13,8 +13,8 @@ import torch
 from steepest import AllreduceStrategy
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.process_groups.extension import ProcessGroups
-from steepest.process_groups.group import (
+from steepest.strategies.process_groups.extension import ProcessGroups
+from steepest.strategies.process_groups.group import (
     Await,
     Broadcast,
     Gather,
@@ -25,7 +25,7 @@ from steepest.process_groups.group import (
     Reduce,
     Ways,
 )
-from steepest.process_groups.torch_groups import TorchGroups
+from steepest.strategies.process_groups.torch_groups import TorchGroups
 from tests.core import models
 from tests.jobs_on_processes import trained
 

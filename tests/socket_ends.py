@@ -19,8 +19,8 @@ from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, wor
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport import handshake, sockets
 from steepest.core.transport.channel import Address, Channel
-from steepest.tls.certificates import JobCertificate, make_certificate
-from steepest.tls.connections import Identity, Tls, encryption_with
+from steepest.runtime.tls.certificates import JobCertificate, make_certificate
+from steepest.runtime.tls.connections import Identity, Tls, encryption_with
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)

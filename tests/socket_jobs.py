@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.core.engine.client import Client
 from steepest.core.engine.hosting import (
     build_replicas,
@@ -35,6 +34,7 @@ from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.extensions import EXTENSIONS
+from steepest.strategies.aggregation.host_aggregator import host_aggregator
 from steepest.testing.models import linear_model_creator
 
 STEPS = 20

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from steepest.core.transport.router import Router
-from steepest.process_groups import nccl_groups
-from steepest.process_groups.group import GroupPlace, ProcessGroup, Ways
-from steepest.process_groups.torch_groups import GlooBackend, KeyStore, TorchGroup
+from steepest.strategies.process_groups import nccl_groups
+from steepest.strategies.process_groups.group import GroupPlace, ProcessGroup, Ways
+from steepest.strategies.process_groups.torch_groups import GlooBackend, KeyStore, TorchGroup
 
 
 class _Work:

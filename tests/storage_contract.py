@@ -13,11 +13,11 @@ import torch
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import MANIFEST, Checkpoint
+from steepest.data.storage.blocks import no_progress
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import ObjectUrl, StoragePlace
 from steepest.errors import CheckpointError
 from steepest.observe.history_file import history_file
-from steepest.storage.blocks import no_progress
-from steepest.storage.files import storage_of
-from steepest.storage.places import ObjectUrl, StoragePlace
 from tests.checkpoint_contents import content
 from tests.reference import same_bits
 

@@ -9,8 +9,20 @@ from typing import Any
 
 import torch
 
-from steepest.process_groups.group import Broadcast, Gather, GroupPlace, ProcessGroup, Reduce, Ways
-from steepest.process_groups.torch_groups import Backend, GlooBackend, TorchGroup, TorchGroups
+from steepest.strategies.process_groups.group import (
+    Broadcast,
+    Gather,
+    GroupPlace,
+    ProcessGroup,
+    Reduce,
+    Ways,
+)
+from steepest.strategies.process_groups.torch_groups import (
+    Backend,
+    GlooBackend,
+    TorchGroup,
+    TorchGroups,
+)
 
 
 class StrikingGroups(TorchGroups):

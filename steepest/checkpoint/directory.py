@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from steepest.checkpoint import files
 from steepest.checkpoint.manifest import MANIFEST
+from steepest.data.storage.blocks import Progress, no_progress
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import StorageError, StoragePlace
 from steepest.errors import CheckpointError, SteepestError
-from steepest.storage.blocks import Progress, no_progress
-from steepest.storage.files import storage_of
-from steepest.storage.places import StorageError, StoragePlace
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-step-\d+")

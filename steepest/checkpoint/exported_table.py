@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from steepest.checkpoint.safetensors_file import write_tensors
 from steepest.core.tensors.dtypes import as_bytes
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import place_of
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.storage.files import storage_of
-from steepest.storage.places import place_of
 
 _FORMAT = "steepest table 1"
 _TENSORS = ("ids", "values", "removed")

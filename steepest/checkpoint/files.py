@@ -33,10 +33,10 @@ from steepest.core.data.fingerprint import Fingerprint, differences
 from steepest.core.optim.spec import stateful
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ParameterLayout
+from steepest.data.storage.blocks import Progress, no_progress
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import StorageError, StoragePlace, place_of
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
-from steepest.storage.blocks import Progress, no_progress
-from steepest.storage.files import storage_of
-from steepest.storage.places import StorageError, StoragePlace, place_of
 from steepest.validation import (
     require_choice,
     require_count,

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from steepest.core.system import system
+from steepest.data.storage.object_storage import ObjectStorage, Patience
+from steepest.data.storage.places import ObjectUrl
 from steepest.errors import CheckpointError
-from steepest.storage.object_storage import ObjectStorage, Patience
-from steepest.storage.places import ObjectUrl
 
 log = logging.getLogger(__name__)
 LEASES = "lease"

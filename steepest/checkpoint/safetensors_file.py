@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from steepest.core.tensors.dtypes import as_bytes
-from steepest.storage.blocks import Blocks, Progress, no_progress, write_blocks
-from steepest.storage.files import open_file
+from steepest.data.storage.blocks import Blocks, Progress, no_progress, write_blocks
+from steepest.data.storage.files import open_file
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -44,7 +44,7 @@ def begun(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _ray() -> Iterator[None]:
     """Connect to Ray in this context."""
-    from steepest.prefork.template import start_template
+    from steepest.runtime.prefork.template import start_template
 
     # before this process imports Ray, which takes as long as the template's own imports
     template = start_template() if cluster_address() is None else None

@@ -20,9 +20,9 @@ from steepest.core.models.protocol import Model
 from steepest.core.models.torch import accuracy
 from steepest.core.protocol.commit_rules import pushes_per_update
 from steepest.core.strategies.strategy import Strategy
-from steepest.driver.trainer import DistributedSGD
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError
+from steepest.runtime.driver.trainer import DistributedSGD
 from steepest.strategies.named import as_strategy
 from steepest.strategies.names import STRATEGY_NAMES
 

@@ -95,8 +95,8 @@ class _Checkup:
         import torch
 
         from steepest.config.run import FailureConfig, RunConfig
-        from steepest.driver.trainer import DistributedSGD
         from steepest.embedding.torch_model import TorchModel
+        from steepest.runtime.driver.trainer import DistributedSGD
 
         def model_creator(worker_index: int, device_index: int) -> TorchModel:
             return TorchModel(

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from steepest.core.data.protocol import Blocks, Indices
+from steepest.data.storage.object_storage import ObjectStorage, filesystem
+from steepest.data.storage.places import ObjectUrl, StoragePlace, place_of
 from steepest.errors import ConfigurationError
-from steepest.storage.object_storage import ObjectStorage, filesystem
-from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 from steepest.validation import require_count
 
 T = TypeVar("T")

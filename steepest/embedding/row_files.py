@@ -20,8 +20,8 @@ from steepest.core.engine.optimizer_records import state_fields, state_tensor
 from steepest.core.engine.server import Server
 from steepest.core.system import system
 from steepest.core.tensors.memory import Bytes
+from steepest.data.storage.nameless import nameless_file
 from steepest.errors import ResourcesError
-from steepest.storage.nameless import nameless_file
 
 #: The key of the record that stands for rows in files: of each piece the snapshot's number and the piece's bytes.
 ON_DISK = "on_disk"

@@ -16,7 +16,6 @@ import torch
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import FailureConfig, RunConfig
 from steepest.core.strategies.strategy import Strategy
-from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError, folds_frames
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
@@ -26,6 +25,7 @@ from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.observe.timeline.trace_file import check_target
+from steepest.runtime.driver.trainer import DistributedSGD
 from steepest.strategies.named import as_strategy
 from steepest.validation import require_function
 

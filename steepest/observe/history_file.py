@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol
 
-from steepest.storage.files import open_file
-from steepest.storage.object_storage import ObjectStorage
-from steepest.storage.places import ObjectUrl, StoragePlace
+from steepest.data.storage.files import open_file
+from steepest.data.storage.object_storage import ObjectStorage
+from steepest.data.storage.places import ObjectUrl, StoragePlace
 
 HISTORY = "history.jsonl"
 RECORD = "job.jsonl"  # of the rows of a `JobRecord`

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from steepest.data.storage.object_storage import ObjectStorage, Patience
+from steepest.data.storage.places import ObjectUrl, place_of
 from steepest.errors import ConfigurationError
 from steepest.observe.delivery import Delivery, Ending
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
-from steepest.storage.object_storage import ObjectStorage, Patience
-from steepest.storage.places import ObjectUrl, place_of
 from steepest.validation import require_count
 
 _TAG = "steepest.run"  # of runs of MLflow

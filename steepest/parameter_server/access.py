@@ -17,7 +17,7 @@ from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.pusher import Pusher
 from steepest.parameter_server.servers import Search, Servers
 from steepest.parameter_server.succession import newest
-from steepest.tls.connections import Identity, encryption_with
+from steepest.runtime.tls.connections import Identity, encryption_with
 
 _PAUSE_SECONDS = 0.05  # between two attempts to connect
 _CONNECT_SECONDS = 5.0  # for a user to connect to servers that have just begun to serve

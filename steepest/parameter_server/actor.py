@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steepest.tls.connections import Identity
+    from steepest.runtime.tls.connections import Identity
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

@@ -44,7 +44,7 @@ from steepest.runtime.job_runtime import (
     runtime,
 )
 from steepest.runtime.signals import report_on_sigusr1
-from steepest.tls.connections import identity_of
+from steepest.runtime.tls.connections import identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from steepest.core.optim.portable import Record
     from steepest.core.optim.spec import OptimizerSpec
     from steepest.parameter_server.hosting import OptimizerFactory
-    from steepest.tls.connections import Identity
+    from steepest.runtime.tls.connections import Identity
 
 T = TypeVar("T")
 _START_SECONDS = 60.0  # for the servers to start, where `timeout` is shorter

@@ -29,7 +29,7 @@ from steepest.runtime.job_runtime import Group, runtime
 from steepest.runtime.machine.parcels import Parcel, opened, packed
 from steepest.runtime.machine.runtime import MachineRuntime
 from steepest.runtime.places import Place, began
-from steepest.tls.connections import Identity
+from steepest.runtime.tls.connections import Identity
 
 _PAUSE_SECONDS = 0.05
 

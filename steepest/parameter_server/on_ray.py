@@ -24,7 +24,7 @@ from steepest.runtime.job_runtime import (
     runtime,
 )
 from steepest.runtime.places import Place
-from steepest.tls.connections import Identity
+from steepest.runtime.tls.connections import Identity
 
 _PAUSE_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0

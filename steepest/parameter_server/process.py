@@ -20,7 +20,7 @@ from steepest.parameter_server.succession import Succession
 from steepest.runtime.chunk_transfer import RetainedChunks
 from steepest.runtime.process import ProcessActor, on_router
 from steepest.runtime.survivors import Survivor, catch_up, state_of
-from steepest.tls.connections import Identity, encryption_with
+from steepest.runtime.tls.connections import Identity, encryption_with
 
 log = logging.getLogger(__name__)
 

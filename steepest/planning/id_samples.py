@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from steepest.data.storage.files import open_file
 from steepest.errors import ConfigurationError
-from steepest.storage.files import open_file
 from steepest.tables.checks import require_ids
 from steepest.tables.table import Table
 

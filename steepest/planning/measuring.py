@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.chunk_store import StagedPush
 from steepest.core.engine.client import Client
 from steepest.core.engine.hosting import (
@@ -50,6 +49,7 @@ from steepest.errors import (
 from steepest.extensions import EXTENSIONS
 from steepest.loop.model import LoopModel
 from steepest.planning.profile import CodecCosts, Costs, Profile
+from steepest.strategies.compression.gradient_compressor import GradientCompressor
 from steepest.strategies.parameter_server import ParameterServerStrategy
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from steepest.config.run import (
 )
 from steepest.core.transport.loopback import require_loopback
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.prefork.template import Template, start_template
-from steepest.prefork.worker_start import TEMPLATE
+from steepest.runtime.prefork.template import Template, start_template
+from steepest.runtime.prefork.worker_start import TEMPLATE
 from steepest.runtime.ray_folders import MODE, TOKENS, ray_folders
 from steepest.runtime.ray_private import (
     end_with_ray,

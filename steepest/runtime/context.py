@@ -26,7 +26,7 @@ from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
 from steepest.runtime.signs_of_life import SignsOfLife
-from steepest.tls.connections import identity_of
+from steepest.runtime.tls.connections import identity_of
 
 log = logging.getLogger(__name__)
 change_log = logging.getLogger("steepest.changes")

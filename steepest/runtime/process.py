@@ -13,7 +13,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.collectives import operations
 from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
@@ -75,10 +74,11 @@ from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.scheduling import give_way
 from steepest.runtime.state_reader import read_state
 from steepest.runtime.survivors import Survivor, catch_up, state_of
+from steepest.runtime.tls.connections import Identity
 from steepest.runtime.ways import make_transport
 from steepest.runtime.worker_output import log_file, write_marks
 from steepest.runtime.worker_state import WorkerState, worker_state
-from steepest.tls.connections import Identity
+from steepest.strategies.aggregation.host_aggregator import host_aggregator
 
 ProcessType = TypeVar("ProcessType", bound="ProcessActor")
 Parameters = ParamSpec("Parameters")

@@ -18,8 +18,8 @@ import ray
 
 from steepest.config.run import environment_variable
 from steepest.errors import ConfigurationError
-from steepest.prefork import worker_start
-from steepest.prefork.template import TESTED
+from steepest.runtime.prefork import worker_start
+from steepest.runtime.prefork.template import TESTED
 from steepest.runtime.worker_output import PrintedLines
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.sockets import WireTransport
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.places import Place
-from steepest.tls.connections import Identity, encryption_with
+from steepest.runtime.tls.connections import Identity, encryption_with
 
 
 def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -> HostMap:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from steepest.compression.codecs import make_codec
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression
 from steepest.core.strategies.strategy import WireStrategy
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.half_precision import WIRE_DTYPES
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
+from steepest.strategies.compression.codecs import make_codec
 from steepest.validation import require_choice
 
 _HALF_DTYPES = (None, "fp16", "bf16")

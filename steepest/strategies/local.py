@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from steepest.compression.codecs import make_codec
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression, Int2, Int4, Int8
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
@@ -18,6 +17,7 @@ from steepest.core.strategies.strategy import ServerStrategy
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
+from steepest.strategies.compression.codecs import make_codec
 from steepest.strategies.delayed_nesterov import DelayedNesterov
 from steepest.strategies.formats import WithFormats
 from steepest.strategies.rounds import CommitQuorum, RoundCoordinator

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.core.system import system
+from steepest.data.storage.nameless import nameless_file
 from steepest.errors import ResourcesError
-from steepest.storage.nameless import nameless_file
 from steepest.tables.kernels import Int32s, Int64s, kernel, read_only
 
 Octets = npt.NDArray[np.uint8]

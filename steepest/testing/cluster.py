@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from steepest.aggregation.host_aggregator import host_aggregator
 from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import CommitLog
@@ -37,6 +36,7 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
 from steepest.extensions import EXTENSIONS
+from steepest.strategies.aggregation.host_aggregator import host_aggregator
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing.faults import Fault
 from steepest.testing.groups import simulated

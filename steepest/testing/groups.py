@@ -10,8 +10,8 @@ import torch
 from steepest.core.engine.extension import Extension
 from steepest.core.transport.router import Router
 from steepest.errors import DataPlaneError
-from steepest.process_groups.extension import ProcessGroups
-from steepest.process_groups.group import (
+from steepest.strategies.process_groups.extension import ProcessGroups
+from steepest.strategies.process_groups.group import (
     Await,
     Broadcast,
     Gather,

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from steepest.aggregation.extension import route_of
-from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.checkpoint.rows import dealt
-from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.hosting import build_replicas
@@ -44,6 +41,9 @@ from steepest.embedding.row_messages import RowKind, RowsOfPush
 from steepest.embedding.shard_records import disassemble
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
+from steepest.strategies.aggregation.extension import route_of
+from steepest.strategies.aggregation.host_aggregator import HostAggregator
+from steepest.strategies.compression.gradient_compressor import GradientCompressor
 from steepest.strategies.named import renewed
 from steepest.strategies.rounds import CommitQuorum
 

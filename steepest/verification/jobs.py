@@ -13,10 +13,10 @@ from typing import Any
 
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import DeadlineConfig, FailureConfig, RunConfig
-from steepest.driver.trainer import DistributedSGD
 from steepest.errors import SteepestError
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
+from steepest.runtime.driver.trainer import DistributedSGD
 from steepest.verification.records import Facts, FunctionLife, Run, StepRecord
 from steepest.verification.runs import StoppedError
 from steepest.verification.summaries import summary_of

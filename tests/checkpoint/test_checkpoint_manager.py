@@ -30,8 +30,8 @@ from steepest import (
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.core.strategies.strategy import Strategy
+from steepest.data.storage.files import LocalStorage
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.storage.files import LocalStorage
 from tests.checkpoint.kept_checkpoints import TASK, kept, undisturbed
 from tests.checkpoint_contents import DAMAGES, content
 from tests.conftest import ROOT
@@ -135,7 +135,7 @@ def test_the_only_whole_one_stays_until_another_is_whole(
         with pytest.raises(CheckpointError, match="No space left"):
             put(directory, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("steepest.storage.files.shutil.rmtree", full)
+        patch.setattr("steepest.data.storage.files.shutil.rmtree", full)
         put(directory, 4)
     assert (kept(tmp_path), newest(tmp_path)) == ([1, 4], 4)  # one stays half deleted
     put(directory, 5)

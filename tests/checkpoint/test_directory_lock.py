@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
-from steepest.driver.directory_lock import LOCK, DirectoryLock
 from steepest.errors import CheckpointError
+from steepest.runtime.driver.directory_lock import LOCK, DirectoryLock
 from steepest.testing import linear_model_creator
 from tests.processes import Child
 
@@ -68,7 +68,7 @@ def test_a_trainer_is_refused_before_anything_is_started(
     def start(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("steepest.driver.trainer.Cluster", start)
+    monkeypatch.setattr("steepest.runtime.driver.trainer.Cluster", start)
     with holder(tmp_path), pytest.raises(CheckpointError, match="give this run another path"):
         DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
     with pytest.raises(ZeroDivisionError):

@@ -14,14 +14,14 @@ import pytest
 from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
-from steepest.driver.checkpoint_manager import CheckpointManager
-from steepest.driver.checkpoint_writer import Writer
-from steepest.driver.directory_lock import DirectoryLock
 from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.observe.history import History
+from steepest.runtime.driver.checkpoint_manager import CheckpointManager
+from steepest.runtime.driver.checkpoint_writer import Writer
+from steepest.runtime.driver.directory_lock import DirectoryLock
 from steepest.runtime.owner import Owner
-from steepest.state.row_read import RowRead
+from steepest.runtime.state.row_read import RowRead
 from tests.checkpoint.kept_checkpoints import kept
 from tests.checkpoint_contents import content, layouts
 from tests.each_moment import each_moment

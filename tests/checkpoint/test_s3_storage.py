@@ -25,13 +25,13 @@ from steepest.checkpoint import files
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.prefix_lease import LEASES, PrefixLease
 from steepest.data.spark import ParquetRows
+from steepest.data.storage import object_storage
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.object_storage import ObjectStorage, Patience
+from steepest.data.storage.places import ObjectUrl, StoragePlace, place_of
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.observe.history_file import history_file
 from steepest.observe.loggers import TensorBoard
-from steepest.storage import object_storage
-from steepest.storage.files import storage_of
-from steepest.storage.object_storage import ObjectStorage, Patience
-from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 from tests.checkpoint.kept_checkpoints import undisturbed
 from tests.checkpoint_contents import content
 from tests.conftest import ROOT

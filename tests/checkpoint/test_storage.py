@@ -19,11 +19,11 @@ from steepest import Checkpoints, DistributedSGD
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.prefix_lease import LEASES, LeaseTimes, PrefixLease
+from steepest.data.storage import object_storage
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.object_storage import ObjectStorage, Patience
+from steepest.data.storage.places import ObjectUrl, StorageError, StoragePlace, place_of
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.storage import object_storage
-from steepest.storage.files import storage_of
-from steepest.storage.object_storage import ObjectStorage, Patience
-from steepest.storage.places import ObjectUrl, StorageError, StoragePlace, place_of
 from tests.checkpoint.kept_checkpoints import TASK
 from tests.checkpoint_contents import content
 from tests.reference import same_bits
@@ -115,7 +115,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(given: str) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.storage.places.find_spec", lambda name: None)
+    monkeypatch.setattr("steepest.data.storage.places.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'steepest\[storage\]'"):
         place_of("s3://bucket/run")
     with pytest.raises(ConfigurationError, match="pip install gcsfs"):

@@ -18,8 +18,8 @@ from steepest import Checkpoints, DistributedSGD, IndexedStream, TorchModel
 from steepest.checkpoint import files
 from steepest.core.data.fingerprint import differences, fingerprint
 from steepest.core.data.sources import as_source
+from steepest.data.storage.places import place_of
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.storage.places import place_of
 from tests.reference import Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulation.run import Simulation, run_config
 

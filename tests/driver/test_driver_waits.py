@@ -20,6 +20,7 @@ from steepest import (
     StepResult,
 )
 from steepest.config.run import DeadlineConfig
+from steepest.data.storage.files import LocalStorage
 from steepest.errors import (
     DeadlineError,
     PeerLostError,
@@ -27,7 +28,6 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
-from steepest.storage.files import LocalStorage
 from tests.reference import Task
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, pause, run_config

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from steepest.core.engine.topology import HostMap
-from steepest.process_groups import reduction
+from steepest.strategies.process_groups import reduction
 from tests.modes import make, trained
 from tests.reference import Task, sgd
 

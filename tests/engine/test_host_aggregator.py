@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import (
@@ -22,6 +21,7 @@ from steepest.core.messages.message import (
     worker_peer,
 )
 from steepest.errors import ProtocolError
+from steepest.strategies.aggregation.host_aggregator import HostAggregator
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.group_in_one_thread import twice

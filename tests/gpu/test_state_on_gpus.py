@@ -18,7 +18,7 @@ import steepest
 from steepest import AllreduceStrategy, DistributedSGD
 from steepest.core.messages.driver import Failure
 from steepest.core.tensors.memory import fill
-from steepest.process_groups.extension import ProcessGroups
+from steepest.strategies.process_groups.extension import ProcessGroups
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
 from tests import own_loops

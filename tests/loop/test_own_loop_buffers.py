@@ -144,7 +144,7 @@ def test_what_is_no_running_statistic_is_worker_0s(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     BUFFERS.clear()
-    with caplog.at_level(logging.WARNING, "steepest.state.transfer"):
+    with caplog.at_level(logging.WARNING, "steepest.runtime.state.transfer"):
         found = run(queued, workers, STRATEGIES["ps"]).weights
     for name in ("queue", "pointer", "full", "level"):
         assert torch.equal(found[name], BUFFERS[0][name])
@@ -164,7 +164,7 @@ def test_a_user_says_what_stands_for_all_workers_values_of_a_buffer(
 ) -> None:
     BUFFERS.clear()
     chosen = {"*": "mean", "pointer": "first", "norm.*var": "first"}
-    with caplog.at_level(logging.WARNING, "steepest.state.transfer"):
+    with caplog.at_level(logging.WARNING, "steepest.runtime.state.transfer"):
         found = run(lambda: queued(chosen), workers, STRATEGIES["ps"]).weights
     for name in ("queue", "level", "norm.running_mean"):
         mean = torch.stack([each[name] for each in BUFFERS.values()]).mean(dim=0)

@@ -199,7 +199,7 @@ def test_in_a_terminal_one_line_stays_and_what_is_logged_is_above_it(
         clock[0] += 0.5
         shown.on_step(Trainer, step(number))
         if number == 20:
-            logging.getLogger("steepest.recovery").warning("worker 1 died")
+            logging.getLogger("steepest.runtime.recovery").warning("worker 1 died")
     shown.on_fit_end(Trainer)
     sys.stderr.write("after\n")
     lines = screen(terminal.getvalue())

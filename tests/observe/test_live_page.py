@@ -29,7 +29,6 @@ from steepest import (
 )
 from steepest.cli import main
 from steepest.core.transport.strangers import MOST_OPENINGS
-from steepest.driver.job_page import LiveRun
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history_file import HistoryFile
 from steepest.observe.page import addresses
@@ -37,6 +36,7 @@ from steepest.observe.page import document as pages
 from steepest.observe.page.run_files import WatchedRun, read_run
 from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
+from steepest.runtime.driver.job_page import LiveRun
 from tests.limits import limited
 from tests.logged_runs import TASK
 from tests.page_rows import row_of

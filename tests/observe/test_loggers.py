@@ -33,10 +33,10 @@ from steepest import (
     WandB,
 )
 from steepest.core.system import system
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import place_of
 from steepest.errors import ConfigurationError
 from steepest.observe import delivery, history, loggers
-from steepest.storage.files import storage_of
-from steepest.storage.places import place_of
 from tests.conftest import ROOT
 from tests.logged_runs import TASK, Memory
 from tests.simulated_programs import quiet

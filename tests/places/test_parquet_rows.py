@@ -22,9 +22,9 @@ from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind
 from steepest.core.strategies.strategy import Strategy
 from steepest.data.spark import ParquetRows, from_dataframe
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import place_of
 from steepest.errors import ConfigurationError
-from steepest.storage.files import storage_of
-from steepest.storage.places import place_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.deaths import kill_senders

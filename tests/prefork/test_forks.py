@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from steepest.prefork import template, worker_start
+from steepest.runtime.prefork import template, worker_start
 from tests.processes import until
 
 WORKER = "/ray/default_worker.py"
@@ -155,7 +155,7 @@ def test_no_template_with_another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_neither_file_imports_ray() -> None:
     """The template begins before its process knows the raylet, whose number Ray reads when it is imported."""
     text = (
-        "import sys, steepest.prefork.template as t; "
+        "import sys, steepest.runtime.prefork.template as t; "
         "[__import__(each) for each in t.MODULES]; sys.exit('ray' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])

@@ -38,7 +38,7 @@ def test_the_package_alone_imports_neither_torch_nor_ray_nor_numpy() -> None:
 @pytest.mark.long
 def test_numba_is_imported_where_tables_are_used_alone() -> None:
     program = (
-        "import sys, steepest, steepest.driver.trainer; assert 'steepest.tables' not in sys.modules\n"
+        "import sys, steepest, steepest.runtime.driver.trainer; assert 'steepest.tables' not in sys.modules\n"
         "import steepest.tables; assert 'numba' not in sys.modules\n"
         "steepest.tables.LRU; print('numba' in sys.modules)"
     )

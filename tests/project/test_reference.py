@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
-import types
+import pkgutil
 
 import pytest
 
@@ -50,10 +51,14 @@ def test_a_name_leads_to_its_page() -> None:
 
 
 def test_each_configuration_has_its_settings_listed() -> None:
+    modules = [
+        importlib.import_module(f"{room.__name__}.{each.name}")
+        for room in (steepest.config, steepest.strategies)
+        for each in pkgutil.iter_modules(room.__path__)
+    ]
     configured = [
         name
-        for name, found in {**vars(steepest.config), **vars(steepest.strategies)}.items()
-        if isinstance(found, types.ModuleType)
+        for found in modules
         for name, cls in vars(found).items()
         if dataclasses.is_dataclass(cls) and name in steepest.__all__
         if cls.__module__ == found.__name__ and name != "Strategy"  # the base of strategies

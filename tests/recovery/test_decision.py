@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.core.messages.message import Peer, server_peer, worker_peer
-from steepest.recovery.decision import Impossible, Target, Transition, World, decide
+from steepest.runtime.recovery.decision import Impossible, Target, Transition, World, decide
 
 FLAGS = (False, True)
 NOBODY: frozenset[Peer] = frozenset()

@@ -9,7 +9,7 @@ import pytest
 
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.errors import PeerLostError
-from steepest.recovery.joining import Joining
+from steepest.runtime.recovery.joining import Joining
 
 DEAD = {worker_peer(0): "killed", worker_peer(1): "killed"}
 

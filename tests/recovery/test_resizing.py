@@ -20,8 +20,8 @@ from steepest import (
 )
 from steepest.core.system import system
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.recovery.growth import Wanted
 from steepest.runtime.process import ProcessActor
+from steepest.runtime.recovery.growth import Wanted
 from tests.living import pids
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, serially, sgd

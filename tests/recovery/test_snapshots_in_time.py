@@ -17,10 +17,10 @@ from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.message import worker_peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.errors import PeerLostError
+from steepest.runtime.state import snapshots
+from steepest.runtime.state.job_state import JobState
+from steepest.runtime.state.snapshots import Snapshots
 from steepest.runtime.worker_state import WorkerState
-from steepest.state import snapshots
-from steepest.state.job_state import JobState
-from steepest.state.snapshots import Snapshots
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.testing import InProcessCluster
 from tests.hand_moved_clock import HandMovedClock

@@ -19,8 +19,8 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import PeerLostError
 from steepest.runtime import remote_functions
+from steepest.runtime.state.job_state import JobState
 from steepest.runtime.worker_state import WorkerState, worker_state
-from steepest.state.job_state import JobState
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy

@@ -83,7 +83,7 @@ def test_a_job_on_two_nodes_under_tls(nodes: tuple[Place, tuple[str, str]]) -> N
         import pytest
         from steepest import AllreduceStrategy, ResourceConfig, RunConfig
         from steepest.errors import PeerLostError
-        from steepest.tls.connections import TlsSocket
+        from steepest.runtime.tls.connections import TlsSocket
         if __name__ == "__main__":
             def kill(view):
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from steepest import Callback, DistributedSGD, FailureConfig, StepResult
-from steepest.recovery.growth import Growth
-from steepest.recovery.joining import Joining
-from steepest.recovery.leaving import Leaving
-from steepest.recovery.observation import Observation
-from steepest.recovery.starting import Reserve, Starting
-from steepest.recovery.supervisor import Supervisor
-from steepest.recovery.wishes import Wishes
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import JobContext
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.owner import Owner
-from steepest.state.snapshots import Snapshots
-from steepest.state.transfer import StateTransfer
+from steepest.runtime.recovery.growth import Growth
+from steepest.runtime.recovery.joining import Joining
+from steepest.runtime.recovery.leaving import Leaving
+from steepest.runtime.recovery.observation import Observation
+from steepest.runtime.recovery.starting import Reserve, Starting
+from steepest.runtime.recovery.supervisor import Supervisor
+from steepest.runtime.recovery.wishes import Wishes
+from steepest.runtime.state.snapshots import Snapshots
+from steepest.runtime.state.transfer import StateTransfer
 from tests.reference import Task, samples
 from tests.simulation.run import Simulation, run_config
 from tests.simulation.virtual_primitives import Thread

@@ -19,8 +19,8 @@ from steepest import (
     ParameterServer,
     RunConfig,
 )
-from steepest.driver.fit_loop import check_callbacks
 from steepest.errors import ConfigurationError, ResourcesError
+from steepest.runtime.driver.fit_loop import check_callbacks
 from steepest.runtime.room import check_possible
 from steepest.testing import linear_model_creator
 

@@ -15,8 +15,8 @@ from ray._raylet import (
     METRICS_EXPORT_PORT_NAME,
 )
 
-from steepest.prefork import worker_start
 from steepest.runtime import no_agent, ray_private
+from steepest.runtime.prefork import worker_start
 from steepest.runtime.ray_private import small_ray
 
 RAYS = Path(ray.__file__).parent / "_private" / "workers"

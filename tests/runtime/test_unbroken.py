@@ -55,7 +55,7 @@ def test_ctrl_c_while_ray_starts_leaves_no_import_to_break_off(
     def interrupt(*given: object, **named: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("steepest.prefork.template.start_template", lambda: None)
+    monkeypatch.setattr("steepest.runtime.prefork.template.start_template", lambda: None)
     monkeypatch.setattr("steepest.runtime.connection.ensure_ray", interrupt)
     monkeypatch.setattr(importlib, "import_module", import_module)
     with pytest.raises(KeyboardInterrupt), begun("ray"):

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.compression.codecs import (
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.errors import CheckpointError, ProtocolError
+from steepest.strategies.compression.codecs import (
     BlockInt2,
     BlockInt4,
     BlockInt8,
@@ -17,10 +20,7 @@ from steepest.compression.codecs import (
     LowRank,
     largest,
 )
-from steepest.compression.gradient_compressor import GradientCompressor, check_residuals
-from steepest.core.tensors.codec import Codec
-from steepest.core.tensors.layout import ParameterLayout
-from steepest.errors import CheckpointError, ProtocolError
+from steepest.strategies.compression.gradient_compressor import GradientCompressor, check_residuals
 
 FORMATS = {
     "top-k": Largest(0.05),

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from examples.data import load_mnist
-from steepest.compression.codecs import make_codec
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.config.run import data_directory
 from steepest.core.data.sampler import SamplePlan
@@ -20,6 +19,7 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure
 from steepest.errors import ConfigurationError
 from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.compression.codecs import make_codec
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster

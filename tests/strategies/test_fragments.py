@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, DistributedSGD, Embedding, FailureConfig, Table
-from steepest.compression.codecs import make_codec
-from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.config.compression import Int2, Int4, Int8, TopK
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError, ModelError
+from steepest.strategies.compression.codecs import make_codec
+from steepest.strategies.compression.gradient_compressor import GradientCompressor
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.pairs import grid

@@ -12,10 +12,10 @@ import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, RunConfig
 from steepest.errors import DataPlaneError
-from steepest.process_groups import torch_groups
-from steepest.process_groups.extension import ProcessGroups
-from steepest.process_groups.group import Groups
-from steepest.process_groups.torch_groups import TorchGroups
+from steepest.strategies.process_groups import torch_groups
+from steepest.strategies.process_groups.extension import ProcessGroups
+from steepest.strategies.process_groups.group import Groups
+from steepest.strategies.process_groups.torch_groups import TorchGroups
 from steepest.testing import replay
 from tests.core import models
 from tests.group_members import SECONDS, Member, added, group, weights

@@ -9,9 +9,9 @@ import torch
 
 from steepest import AllreduceStrategy, DistributedSGD
 from steepest.errors import ConfigurationError
-from steepest.process_groups import nccl_groups, torch_groups
-from steepest.process_groups.nccl_groups import NcclGroups
-from steepest.process_groups.torch_groups import TorchGroup
+from steepest.strategies.process_groups import nccl_groups, torch_groups
+from steepest.strategies.process_groups.nccl_groups import NcclGroups
+from steepest.strategies.process_groups.torch_groups import TorchGroup
 from steepest.testing.models import linear_model_creator
 from tests.group_members import SECONDS, Member, added, group
 from tests.modes import make

@@ -23,10 +23,10 @@ from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.core.protocol.commit_rules import CommitFirst, CommitRule
 from steepest.errors import ConfigurationError, DataPlaneError
 from steepest.extensions import EXTENSIONS
-from steepest.process_groups import reduction
-from steepest.process_groups.extension import ProcessGroups
-from steepest.process_groups.torch_groups import TorchGroups
 from steepest.runtime import process
+from steepest.strategies.process_groups import reduction
+from steepest.strategies.process_groups.extension import ProcessGroups
+from steepest.strategies.process_groups.torch_groups import TorchGroups
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from steepest.testing.groups import SimulatedGroups
 from tests.modes import GROUPED, Moody, check, make, settle, trained

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, FailureConfig
-from steepest.compression.codecs import make_codec
 from steepest.config.compression import Int2, Int4, Int8
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Result
 from steepest.errors import ConfigurationError
+from steepest.strategies.compression.codecs import make_codec
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.pairs import grid

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from steepest.storage.nameless import nameless_file
+from steepest.data.storage.nameless import nameless_file
 
 
 def written_and_read(descriptor: int) -> bytes:

@@ -21,7 +21,7 @@ from steepest.embedding.row_files import ON_DISK, RowFiles
 from steepest.embedding.row_pieces import RowPieces
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import PeerLostError, ProtocolError
-from steepest.state import restored_rows
+from steepest.runtime.state import restored_rows
 from steepest.tables import tiered_rows
 from steepest.tables.row_optimizers import Adagrad
 from tests.simulated_programs import quiet

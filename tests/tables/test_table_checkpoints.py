@@ -30,7 +30,7 @@ from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.embedding import table_chunk
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
-from steepest.state import row_read
+from steepest.runtime.state import row_read
 from steepest.tables import tiered_rows
 from steepest.tables.admission import CBFFilter, CounterFilter
 from steepest.tables.dealing import Dealing

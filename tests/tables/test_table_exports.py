@@ -24,11 +24,11 @@ from steepest import (
 from steepest.checkpoint import exported_table
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.optim.portable import Record
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import place_of
 from steepest.embedding import table_chunk
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.state.table_export import joined_rows
-from steepest.storage.files import storage_of
-from steepest.storage.places import place_of
+from steepest.runtime.state.table_export import joined_rows
 from steepest.tables.eviction import LRU
 from tests.table_jobs import FIRST, IDS, trainer, words
 from tests.table_tools import table

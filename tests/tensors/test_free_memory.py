@@ -9,7 +9,7 @@ import pytest
 
 from steepest import DistributedSGD
 from steepest.core.tensors.free_memory import free_bytes, warn_if_short
-from steepest.state import snapshots
+from steepest.runtime.state import snapshots
 from tests.reference import Task
 
 MACHINE = "MemTotal:       16384 kB\nMemAvailable:    4096 kB\nSwapFree: 0 kB\n"

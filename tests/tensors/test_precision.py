@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.compression.codecs import Half
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.chunk_store import StagedPush
 from steepest.core.engine.server_chunk import ServerChunk
@@ -17,6 +16,7 @@ from steepest.core.messages.message import PushId
 from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError
+from steepest.strategies.compression.codecs import Half
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from tests.modes import GROUPED, MODES, check, counters, make, trained
 from tests.random_examples import seeds

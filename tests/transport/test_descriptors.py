@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
 from steepest.core.tensors import shared_memory
@@ -26,6 +25,7 @@ from steepest.core.tensors.shared_memory import (
     segment_of,
 )
 from steepest.core.transport.channel import Channel
+from steepest.strategies.aggregation.host_aggregator import HostAggregator
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.limits import limited
 from tests.socket_ends import (

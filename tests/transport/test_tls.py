@@ -34,10 +34,10 @@ from steepest.errors import (
 )
 from steepest.runtime import holders
 from steepest.runtime.holders import who_else
+from steepest.runtime.tls import certificates
+from steepest.runtime.tls.certificates import JobCertificate, make_certificate
+from steepest.runtime.tls.connections import RECORD, Tls, TlsSocket, identity_of
 from steepest.testing import linear_model_creator
-from steepest.tls import certificates
-from steepest.tls.certificates import JobCertificate, make_certificate
-from steepest.tls.connections import RECORD, Tls, TlsSocket, identity_of
 from tests.simulation.run import Simulation, run_config
 from tests.socket_ends import (
     GREETING,

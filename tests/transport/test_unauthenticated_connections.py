@@ -24,7 +24,7 @@ from steepest.core.transport.handshake import ACCEPTED_AT_ONCE, MOST_ROLES
 from steepest.core.transport.sockets import WireTransport
 from steepest.core.transport.strangers import LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
-from steepest.tls.connections import encryption_with
+from steepest.runtime.tls.connections import encryption_with
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group

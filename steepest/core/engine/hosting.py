@@ -86,7 +86,7 @@ def build_replicas(
     elif job.strategy.local:
         raise ConfigurationError(
             f"strategy {job.config.name!r} has workers with an optimizer of their own, for which nothing is "
-            "attached here: give build_replicas() the extension steepest.local_sgd.extension.LocalSgd()"
+            "attached here: give build_replicas() the extension steepest.strategies.local_sgd.extension.LocalSgd()"
         )
     elif (
         type(before) is Replicas
@@ -250,7 +250,7 @@ def host_worker(
     if job.places.reduces and exchange is inner:
         raise ConfigurationError(
             f"strategy {job.config.name!r} has workers add up gradients among themselves, and nothing here does: give "
-            "host_worker() the extension steepest.process_groups.extension.ProcessGroups()"
+            "host_worker() the extension steepest.strategies.process_groups.extension.ProcessGroups()"
         )
     replicas.use_exchange(exchange)
     begins_early = job.needs_all or job.strategy.delay > 0
@@ -291,7 +291,7 @@ def _route(job: Job, worker: int, extensions: Sequence[Extension]) -> Callable[[
     if job.places.aggregator_of(worker) is not None:
         raise ConfigurationError(
             f"the host of worker {worker} has an aggregator, of which nothing is known here: give host_worker() the "
-            "extension steepest.aggregation.extension.Aggregation(), or the job hosts that do not gather"
+            "extension steepest.strategies.aggregation.extension.Aggregation(), or the job hosts that do not gather"
         )
     return server_peer
 

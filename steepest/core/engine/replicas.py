@@ -98,7 +98,9 @@ class WorkShare:
     shares: int  # in a step, one for each worker's gradient that makes it
     seed: int
     accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
-    updates: int = 1  # gradients of each replica in a step, see `steepest.local_sgd.replicas`
+    updates: int = (
+        1  # gradients of each replica in a step, see `steepest.strategies.local_sgd.replicas`
+    )
     updates_of_step: int = 1  # of each replica in a step, in all of its shares
     varies: bool = False  # whether `accumulate` may change with the job's size
     rule: CommitRule = field(default_factory=CommitAll)

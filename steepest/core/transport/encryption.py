@@ -1,4 +1,4 @@
-"""What the wire asks of an encryption of connections over TCP; `steepest.tls.connections` is one."""
+"""What the wire asks of an encryption of connections over TCP; `steepest.runtime.tls.connections` is one."""
 
 from __future__ import annotations
 

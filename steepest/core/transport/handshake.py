@@ -9,7 +9,7 @@ A proof is an HMAC-SHA256 of both nonces and of the hello or answer of the same 
 answer's size the acceptor may say that the proof is wrong, or that it needs the place for another
 connection. Until then no other byte of a connection is understood.
 
-Under TLS (`steepest.tls.connections`) all of this is said inside of the encrypted channel. Before it,
+Under TLS (`steepest.runtime.tls.connections`) all of this is said inside of the encrypted channel. Before it,
 the acceptor says in plain text that it speaks TLS, so that ends of which only one does so know at
 once; neither takes anything else for TLS because of what was said. The key of the proofs is then
 made of the token and of the TLS session, so that an end in the middle, which has two sessions, can

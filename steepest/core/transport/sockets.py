@@ -16,7 +16,7 @@ ways     inside a host                       between hosts
 "tcp"    TCP                                 TCP
 ======== =================================== ==============
 
-With `tls`, connections over TCP are encrypted (`steepest.tls.connections`), and no other is made or
+With `tls`, connections over TCP are encrypted (`steepest.runtime.tls.connections`), and no other is made or
 accepted there. Unix-domain sockets, which do not leave the host, are plain.
 
 All processes of a job are given the same `ways` and the same `tls`. The sender decides whether it lends a payload: an
@@ -106,7 +106,7 @@ class WireTransport:
         sink: returns the memory for an arriving payload.
         ways: "wire", "shared", "unix" or "tcp"; see above.
         clock: for the deadlines of connections that have proven nothing; in seconds, monotonic.
-        encryption: of TCP, such as `steepest.tls.connections.Tls`; None for plain TCP.
+        encryption: of TCP, such as `steepest.runtime.tls.connections.Tls`; None for plain TCP.
 
     Raises:
         AuthenticationError: the token is too short.

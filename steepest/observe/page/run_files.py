@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from steepest.data.storage.places import ObjectUrl, StoragePlace, place_of
 from steepest.errors import ConfigurationError
 from steepest.observe.history_file import HISTORY, RECORD, GrowingFile, read_rows
 from steepest.observe.job_record import FORMAT
 from steepest.observe.page.run_view import Known, RunView
-from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 
 _MOST = 1 << 62  # of a step, and of a time
 _PAUSE_SECONDS = 0.4  # from one look at a directory to the next

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from steepest.data.storage.files import open_file
 from steepest.errors import ConfigurationError
-from steepest.storage.files import open_file
 
 #: Of what steepest writes into a trace's metadata; another one is refused.
 FORMAT = 1

@@ -1,0 +1,194 @@
+"""The state of a job as one value: whatever reads it, keeps it, writes it or hands it over does so with this."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from steepest.checkpoint import files, rows
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.job import Job
+from steepest.core.engine.shared_state import SharedState
+from steepest.core.tensors.dtypes import Tensors
+from steepest.embedding.job_tables import dealing_of
+from steepest.runtime import remote_functions
+from steepest.runtime.state.optimizer_state import OptimizerState
+from steepest.runtime.worker_state import WorkerState, buffers_of
+
+#: Buffers by replica, and their mean.
+Buffers = tuple[dict[int, Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """Everything with which a job continues, whatever its processes are then: the state of one version.
+
+    `StateTransfer.capture` makes it of a running job, and `StateTransfer.install` gives it to one. It
+    has three parts: what servers and coordinator hold, what each worker alone has (as it is, or in the
+    forms that fit any processes), and the place in the data.
+    """
+
+    job: Job  # whose version it is, and by whose numbers of workers
+    plan: SamplePlan | None
+    seed: int
+    shared: SharedState
+    log: CommitLog | None = None  # an empty one of that job; None where none explains the state
+    #: In the driver's copy, to which survivors go back too, what each worker alone had, if anything.
+    workers: Sequence[WorkerState] | None = None
+    #: Elsewhere the optimizer's state, that of workers by their numbers in the job as it is.
+    collected: OptimizerState | None = None
+    #: Those of a checkpoint; None where workers keep theirs.
+    collected_buffers: Buffers | None = None
+    part: int = 0  # how many forms the job had before, of which there are logs
+
+    @classmethod
+    def saved(cls, saved: files.Checkpoint, job: Job, data: str) -> JobState:
+        """Return the state that a checkpoint holds, for a job; with `data="new"` at epoch 0.
+
+        Raises:
+            CheckpointError: it has parts that are of no such job.
+        """
+        about, layout = saved.about, job.description.layout
+        tables, dealing = about.get("tables", ()), dealing_of(job)
+        optimizer = rows.dealt(saved.optimizer, tables, dealing)
+        collected, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
+        unpushed = rows.unpushed(collected.rows, tables, dealing)
+        collected = replace(collected, rows=unpushed)
+        weights = layout.allocate()
+        layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+        mean = Tensors((k, value) for k, value in saved.weights.items() if k not in layout.index)
+        rest = Remaining() if data == "new" else _remaining(about)
+        plan = job.plan(about["step"], rest, about["seed"])
+        shared = SharedState(job.version_of(about["step"]), weights)
+        buffers = remote_functions.by_replica(replicas), mean
+        return cls(job, plan, about["seed"], shared, collected=collected, collected_buffers=buffers)
+
+    def checkpoint(
+        self, signature: files.JobSignature, ends: Sequence[int], rates: Any
+    ) -> files.Checkpoint:
+        """Return it in the form in which it is written; `signature` has no buffers yet."""
+        assert self.shared.weights is not None
+        assert self.collected_buffers is not None
+        rest, optimizer, (replicas, mean) = self.remaining, self.optimizer, self.collected_buffers
+        about = {
+            "step": self.step,
+            "epoch": rest.epoch,
+            "offset": rest.offset,
+            "left": rest.left,
+            "begun": rest.begun,
+            "updates": self.job.updates_before(self.step),
+            "ends": list(ends),
+            "seed": self.seed,
+            "unfrozen": sorted(self.job.unfrozen),
+            "rates": rates,
+            "schedule": optimizer.schedule,
+        }
+        return files.gather(
+            replace(signature, buffers=mean), self.shared.weights,
+            (optimizer.state, optimizer.plain), list(replicas.values()), about, optimizer.apart,
+        )  # fmt: skip
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is the driver's copy."""
+        return self.workers is not None
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.job.step_of(self.shared.version)
+
+    @property
+    def remaining(self) -> Remaining:
+        """The samples still to come."""
+        if self.plan is None:
+            return Remaining()
+        job = self.job
+        ledger = [self.step * job.shares]  # where each worker has its share of each step
+        if job.leases_samples:
+            ledger = self.shared.state["ledger"]
+        following, *returned = ledger
+        return self.plan.remaining(following, returned, job.shares, job.parts)
+
+    @property
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state; of a copy it is made anew each time."""
+        if self.collected is not None:
+            return self.collected
+        return OptimizerState.of(self.job, self.shared, dict(enumerate(self.workers or ())))
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether any worker's replica had buffers, or the like, of its own."""
+        if self.workers is not None:
+            return any(any(each.buffers) for each in self.workers)
+        return self.collected_buffers is not None and any(self.collected_buffers[0].values())
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """Buffers by replica, and their mean; None where workers keep those that they have."""
+        weights, about, workers = self.shared.weights, self.job.description, self.workers
+        if weights is None or workers is None or not any(any(each.buffers) for each in workers):
+            return self.collected_buffers
+        return buffers_of(workers, about.layout.named(weights), about)
+
+    def is_held_by(self, processes: Collection[Any]) -> bool:
+        """Return whether nothing newer than the driver's copy is lost if only these processes live.
+
+        So it is where the driver was sent the newest state, or one of the processes has each chunk.
+        """
+        holders = self.shared.holders
+        return not self.copied and (
+            holders is None
+            or all(any(one in processes for one in each) for each in holders.values())
+        )
+
+    def renumbered(self, numbers: Mapping[int, int]) -> JobState:
+        """Return the same with other numbers of workers, without those that have none.
+
+        The driver's copy stays whole: of it, as of a checkpoint, each worker gets its own share
+        where as many workers continue as there were, and otherwise the mean.
+        """
+        if self.collected is None:
+            return self
+        return replace(self, collected=self.collected.renumbered(numbers))
+
+    def only_in(self, processes: Collection[Any]) -> JobState:
+        """Return the same without the holders of chunks that are not among some processes."""
+        if self.shared.holders is None:
+            return self
+        holders = {
+            chunk: [one for one in each if one in processes]
+            for chunk, each in self.shared.holders.items()
+        }
+        return replace(self, shared=replace(self.shared, holders=holders))
+
+    def for_job(self, job: Job) -> JobState:
+        """Return the same in terms of another job, whose ledger begins anew with its plan."""
+        weights, shared = None, self.shared
+        if shared.weights is not None:
+            layout = job.description.layout
+            layout.write(
+                weights := layout.allocate(), self.job.description.layout.named(shared.weights)
+            )
+        return replace(
+            self,
+            job=job,
+            plan=job.plan(self.step, self.remaining, self.seed),
+            shared=SharedState(
+                job.version_of(self.step), weights, state={"history": shared.state["history"]}
+            ),
+            # what is left of the driver's copy: each worker's own, in a form that fits any processes
+            workers=None,
+            collected=self.optimizer,
+            collected_buffers=self.buffers,
+        )
+
+
+def _remaining(about: Mapping[str, Any]) -> Remaining:
+    """Return the samples that are still to come by what a checkpoint says."""
+    left = tuple((e, b, t) for e, b, t in about.get("left", ()))
+    begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
+    return Remaining(about["epoch"], about["offset"], left, begun)
