@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,18 +77,47 @@ class SageMakerJob:
         return words
 
     def variables(self) -> dict[str, str]:
-        """Return what SageMaker's toolkit would have in the environment of a program, by name."""
+        """Return what SageMaker's toolkit would have in the environment of a program on this host, by name."""
+        # But not: SM_USER_ARGS, SM_TRAINING_ENV and what is of the toolkit's own way to find the program, and of
+        # groups of instances.
         channels = {f"SM_CHANNEL_{name.upper()}": str(at) for name, at in self.channels.items()}
+        told = {f"SM_HP_{name.upper()}": _written(v) for name, v in self.hyperparameters.items()}
+        inputs, output = self.base / "input", self.base / "output"
         return {
+            "SM_INPUT_DIR": str(inputs),
+            "SM_INPUT_CONFIG_DIR": str(inputs / "config"),
+            "SM_OUTPUT_DIR": str(output),
+            "SM_OUTPUT_INTERMEDIATE_DIR": str(output / "intermediate"),
+            "SM_NUM_CPUS": str(os.cpu_count() or 1),
+            "SM_NUM_GPUS": str(_number_of_gpus()),
             "SM_HOSTS": json.dumps(self.hosts),
             "SM_CURRENT_HOST": self.host,
             "SM_NETWORK_INTERFACE_NAME": self.interface,
             "SM_CHANNELS": json.dumps(sorted(self.channels)),
             **channels,
             "SM_HPS": json.dumps(dict(self.hyperparameters)),
+            **told,
             "SM_MODEL_DIR": str(self.model_dir),
             "SM_OUTPUT_DATA_DIR": str(self.output_data_dir),
         }
+
+
+def _written(value: Any) -> str:
+    """Return a hyperparameter's value as the toolkit writes it into a variable."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _number_of_gpus() -> int:
+    """Return how many GPUs the driver lists here."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def read_job(environment: Mapping[str, str]) -> SageMakerJob:

@@ -185,6 +185,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigurationError: an option is wrong, or as `cluster` raises it.
         ResourcesError: as `cluster` raises it.
     """
+    from steepest.places.spark_checks import check_cluster
+
     if not Path(options.script).is_file():
         raise ConfigurationError(
             f"there is no program {options.script!r}: give the path of a Python file"
@@ -198,6 +200,7 @@ def run(options: argparse.Namespace) -> int:
         if not re.fullmatch(r"[^=\s]+=.*", text):
             raise ConfigurationError(f"--conf={text!r}: give KEY=VALUE")
         settings.update([text.split("=", 1)])
+    check_cluster(options.master, settings)  # before pods or machines are taken
     python = environment_variable("PYSPARK_PYTHON") or sys.executable
     with environment({"PYSPARK_PYTHON": python}):
         session = _session(options.master, Path(options.script).stem, settings)

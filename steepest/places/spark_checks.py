@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from steepest.errors import ConfigurationError
@@ -42,14 +42,31 @@ def check_session(session: Any, workers: int, cpus: int) -> None:
             "SparkSession.builder.getOrCreate() in the thread that opens the cluster"
         )
     master = context.master
-    if not re.match(r"local$|local\[|local-cluster\[|spark://|yarn$", master):
-        raise ConfigurationError(f"Spark's master is {master!r}: Ray runs on {_MASTERS}")
+    check_cluster(master, dict(context.getConf().getAll()))
     if is_local(master) and cpus != (task := int(context.getConf().get("spark.task.cpus", "1"))):
         raise ConfigurationError(
             f"cpus_per_worker={cpus}, but with the master {master!r} a node has as many CPUs as "
             f"Spark's tasks, {task}: set spark.task.cpus={cpus} before the session is made"
         )
     _check_room(master, context.defaultParallelism, workers, cpus)
+
+
+def check_cluster(master: str, settings: Mapping[str, str]) -> None:
+    """Check that Ray runs on a master, and with a session's settings; ConfigurationError says what to do instead."""
+    if master.startswith("k8s://"):
+        raise ConfigurationError(
+            f"Spark's master is {master!r}: Ray does not run on Spark's pods here; on Kubernetes use "
+            "`steepest launch kubernetes`, which needs no Spark"
+        )
+    if not re.match(r"local$|local\[|local-cluster\[|spark://|yarn$", master):
+        raise ConfigurationError(f"Spark's master is {master!r}: Ray runs on {_MASTERS}")
+    for name in ("spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"):
+        if settings.get(name, "0") not in ("0", ""):
+            raise ConfigurationError(
+                f"{name}={settings[name]}: Ray's nodes on Spark get no GPUs here, and would keep them from "
+                "others; leave it out to train on CPUs, or train on GPUs with a Ray cluster, "
+                "`steepest launch kubernetes` or `steepest launch slurm`"
+            )
 
 
 def _check_room(master: str, threads: int, workers: int, cpus: int) -> None:

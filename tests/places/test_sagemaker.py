@@ -74,7 +74,28 @@ def test_variables_come_before_files(base: Path) -> None:
     assert job.hyperparameters == {"name": "7"}  # decoded already
     assert (job.model_dir, job.output_data_dir) == (Path("/model"), Path("/data"))
     expected = {name: value for name, value in told.items() if name != "SAGEMAKER_BASE_DIR"}
-    assert job.variables() == expected | {"SM_HOSTS": '["b-9", "b-10"]'}
+    expected |= {"SM_HOSTS": '["b-9", "b-10"]', "SM_HP_NAME": "7"}
+    assert job.variables().items() >= expected.items()
+
+
+def test_a_program_of_script_mode_finds_the_variables_that_it_reads(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/places/test_sagemaker_toolkit.py compares them with the toolkit's own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: H200\necho GPU 1: H200\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    found = read_job({"SAGEMAKER_BASE_DIR": str(base)}).variables()
+    assert found["SM_NUM_GPUS"] == "2"
+    assert found["SM_NUM_CPUS"] == str(os.cpu_count())
+    assert found["SM_INPUT_DIR"] == str(base / "input")
+    assert found["SM_INPUT_CONFIG_DIR"] == str(base / "input" / "config")
+    assert found["SM_OUTPUT_DIR"] == str(base / "output")
+    assert found["SM_OUTPUT_INTERMEDIATE_DIR"] == str(base / "output" / "intermediate")
+    assert (found["SM_HP_LR"], found["SM_HP_PLAIN"]) == ("0.5", "sgd")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert read_job({"SAGEMAKER_BASE_DIR": str(base)}).variables()["SM_NUM_GPUS"] == "0"
 
 
 def test_the_resource_configuration_may_be_a_variable(tmp_path: Path) -> None:

@@ -205,3 +205,27 @@ def test_the_command_has_defaults() -> None:
     spark.add_arguments(parser)
     options = parser.parse_args(["train.py", "--master", "yarn", "--workers", "2"])
     assert (options.cpus_per_worker, options.object_store_memory) == (1, "100m")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--master k8s://https://host:443", "Spark's master is 'k8s://https://host:443'"),
+        ("--master k8s://https://host:443", "use `steepest launch kubernetes`"),
+        ("--master mesos://host", "Ray runs on local[n]"),
+        (
+            "--master yarn --conf spark.task.resource.gpu.amount=1",
+            "spark.task.resource.gpu.amount=1: Ray's nodes on Spark get no GPUs here",
+        ),
+        (
+            "--master yarn --conf spark.executor.resource.gpu.amount=2",
+            "or train on GPUs with a Ray",
+        ),
+    ],
+)
+def test_masters_and_gpus_that_ray_gets_nothing_of_are_refused_before_spark_starts(
+    options: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark", None)  # nor is Spark asked
+    assert main(["launch", "spark", __file__, "--workers=1", *options.split()]) == 1
+    assert said in capsys.readouterr().err
