@@ -106,21 +106,28 @@ def navigation() -> list[Group]:
     return found
 
 
-def front_page(readme: str) -> str:
-    """Return the first page, of the README's first paragraph, its picture and how to install it."""
+def front_page(readme: str, repository: str = "") -> str:
+    """Return the first page, of the README's first paragraph, its picture and how to install it.
+
+    With the address of the repository on the web the page links it, and clones it.
+    """
     first = re.findall(r"\A# .+\n+((?:[^\n]+\n)+)", readme)[0]
     picture = re.findall(r"^!\[[^\n]+\)$", readme, flags=re.MULTILINE)[0]
     install = re.findall(
         r"```(?:sh|bash)\n((?:(?!```).*\n)*?.*pip install(?:(?!```).*\n)*)", readme
     )[0]
     lines = re.sub(r"^(\S.*?) {2,}(#.*)$", r"\2\n\1", install.rstrip(), flags=re.MULTILINE)
+    version = f"Version {steepest.__version__}"
+    if repository:
+        lines = lines.replace("<this repository>", repository)
+        version += f", [repository]({repository})"
     doors = "".join(
         f"```{{container}} door\n**[{door}]({page}.md)**\n\n{about}\n```\n"
         for door, (page, about) in DOORS.items()
     )
     tree = "\n".join(page for page, _ in DOORS.values())
     return (
-        f"# steepest\n\n{first}\n```sh\n{lines}\n```\n\n{picture}\n\n"
+        f"# steepest\n\n{first}\n```sh\n{lines}\n```\n\n{picture}\n\n{version}\n\n"
         f"````{{container}} doors\n{doors}````\n\n"
         f"```{{toctree}}\n:hidden:\n:maxdepth: 3\n\n{tree}\n```\n"
     )
@@ -149,11 +156,12 @@ def _tree(pages: tuple[str, ...]) -> str:
     return f"\n```{{toctree}}\n:hidden:\n\n{named}\n```\n"
 
 
-def stage(folder: Path, draw: bool = True) -> None:
+def stage(folder: Path, repository: str = "", *, draw: bool = True) -> None:
     """Write what Sphinx reads into a folder: the pages where the repository has them, so that their links hold.
 
     Args:
         folder: an empty one.
+        repository: the address of it on the web; empty for none.
         draw: whether diagrams become pictures, which needs the extra `docs`.
     """
     shutil.copytree(ROOT / "docs", folder / "docs")
@@ -163,7 +171,7 @@ def stage(folder: Path, draw: bool = True) -> None:
     (folder / "benchmarks").mkdir()
     shutil.copy(ROOT / "benchmarks" / "RESULTS.md", folder / "benchmarks")
     (folder / "README.md").rename(folder / "index.md")
-    (folder / "index.md").write_text(front_page((folder / "index.md").read_text()))
+    (folder / "index.md").write_text(front_page((folder / "index.md").read_text(), repository))
     for door in DOORS:
         for page, text in door_pages(door).items():
             (folder / f"{page}.md").write_text(text)
@@ -184,13 +192,8 @@ def settings(repository: str = "") -> str:
     """Return the settings of Sphinx, as Python; `repository` is the address of one on the web, if there is one."""
     options: dict[str, object] = {"sidebar_hide_name": False, "top_of_page_buttons": []}
     if repository:
-        options |= {
-            "source_repository": f"{repository}/",
-            "source_branch": f"v{steepest.__version__}",
-            "source_directory": "",
-            "top_of_page_buttons": ["view"],
-            "footer_icons": [{"name": "Repository", "url": repository, "html": "Repository"}],
-        }
+        link = {"name": "Repository", "url": repository, "html": "Repository", "class": ""}
+        options["footer_icons"] = [link]
     title = f"steepest {steepest.__version__}"
     return _CONF.format(version=steepest.__version__, title=title, options=options)
 
@@ -206,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        stage(folder)
+        stage(folder, options.repository)
         (folder / "conf.py").write_text(settings(options.repository))
         (folder / "_static").mkdir()
         shutil.copy(ROOT / "release" / "site.css", folder / "_static")

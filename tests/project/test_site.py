@@ -43,6 +43,8 @@ def test_the_front_page_is_the_readmes_first_screen() -> None:
     assert first in page
     assert re.search(r"```sh\n(?:.*\n)*?.*pip install.*\n```", page)
     assert re.findall(r"^!\[.*$", README, flags=re.MULTILINE)[0] in page
+    assert f"Version {steepest.__version__}" in page
+    assert "(https://host/owner/name)" in front_page(README, "https://host/owner/name")
     assert [door for door in DOORS if f"**[{door}](" in page] == [*DOORS]
 
 
