@@ -102,38 +102,42 @@ def prepare(
     table_shards: int = 8,
     buffers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
+    """Share a model, its optimizer, schedulers and loaders with the job's other workers.
 
     Call it once, before the loop. Outside of `steepest.run` it returns what it is given; the rows of embedding tables
     (`steepest.Embedding`) are in this process then, and change with each step of the optimizer.
 
-    The optimizer's `step` returns when the update that all workers' gradients make is committed, and the new weights
-    are here. Schedulers that are stepped after each of its steps count the steps of the job. The first loader yields
-    this worker's share of the samples of each step, each sample once per epoch whatever becomes of the workers. Others
-    are for evaluations in the loop: each pass over one gives each worker its share of the samples, and `gather` returns
-    what all find. One that is not given here stays as it is: each worker reads all of it.
+    In a worker the optimizer's `step` returns when the update of all workers' gradients is committed, and the new
+    weights are here. Schedulers that are stepped after each of its steps count the steps of the job.
+
+    The first loader yields this worker's share of the samples of each step. Each sample comes once per epoch, whichever
+    workers die or join. Further loaders are for evaluations in the loop: a pass over one gives each worker its share of
+    the samples, and `gather` joins what the workers find. A loader that you do not give stays as it is: each worker
+    reads all of it.
 
     Args:
         objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
             of the optimizers, and further DataLoaders. Tensors that an optimizer trains and no module has count as
-            those of one more module, the last; they need not be given, but for a `torch.nn.Parameter`. A batch may have
-            any number of steps, as many on each worker; with several optimizers each step updates the parameters of
-            its optimizer alone.
-        project: called as ``project(name, values)`` after each update of a parameter, where that is made: changes the
-            values, perhaps a part of them, in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``. Names are
-            those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
-        reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds them up. Then the
+            those of one more module, the last; give them only if they are a `torch.nn.Parameter`. A batch may have
+            any number of steps, as many on each worker. With several optimizers each step updates the parameters of
+            its own optimizer alone.
+        project: called as ``project(name, values)`` after each update of a parameter, where the update is made. It
+            changes the values in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``; it may be given a part
+            of them. Names are those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it
+            is not called.
+        reduction: what the loss does with the samples of a batch: "mean", or "sum" if it adds them up. With "sum" the
             gradients of all workers are added up too.
         table_shards: parts into which the rows of embedding tables are dealt, see `TorchModel`.
-        buffers: what stands for all workers' values of buffers, such as ``{"queue": "first", "codes": "mean"}``, see
-            `TorchModel`. Names are those of the module, or "0.queue" and "1.queue" of several.
+        buffers: the value that stands for all workers' values of a buffer, such as
+            ``{"queue": "first", "codes": "mean"}``, see `TorchModel`. Names are those of the module, or "0.queue" and
+            "1.queue" of several.
 
     Returns:
-        The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
+        The same objects in the same order, a single one by itself; loaders are replaced by others.
 
     Raises:
-        ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler that
-            has no length or divides samples itself, or something else that cannot be shared.
+        ConfigurationError: there is no module or no optimizer; an optimizer has other parameters; the sampler of a
+            loader has no length, or divides samples itself; or an object cannot be shared.
     """
     loop = calling("prepare")
     modules = [each for each in objects if isinstance(each, torch.nn.Module)]
@@ -305,24 +309,26 @@ def _check_alone(
 
 @_told
 def register(**objects: Any) -> Any:
-    """Keep things with the job's state: in snapshots, checkpoints, and for workers that join later.
+    """Keep objects with the job's state: in snapshots, in checkpoints, and for workers that join later.
 
-    Call it before `epochs`, which gives a worker that joins what the others have. What `prepare` was given is kept by
-    itself. Of what each worker has by itself, not as the others have it, such as a hidden state, a run that goes on
-    gives each worker its own; the successor of a dead one gets another worker's.
+    Call it before `epochs`, which gives a worker that joins the values that the others have. You need not register what
+    you gave `prepare`.
+
+    An object may differ from worker to worker, such as a hidden state. A run that goes on from a checkpoint gives each
+    worker its own value; the replacement of a dead worker gets another worker's.
 
     Args:
         objects: by name: anything with `state_dict` and `load_state_dict`, such as a GradScaler or a module that has
             the mean of weights; numbers and text, such as a best accuracy; tensors, arrays, lists, dicts, sets, deques,
-            random generators, and objects of plain Python classes, in each other too. These stay the same objects:
-            a script goes on with its own variable.
+            random generators, and objects of plain Python classes, in each other too. They stay the same objects: your
+            script goes on with its own variable.
 
     Returns:
         An object with these as attributes. To change a number or a text, set the attribute.
 
     Raises:
-        ConfigurationError: something cannot be kept, which is named with the way to it; or it is called twice, or in
-            the loop.
+        ConfigurationError: an object cannot be kept; the message names it and the way to it. Or `register` is called
+            twice, or in the loop.
 
     Example:
         >>> kept = register(best=0.0)
@@ -336,13 +342,14 @@ def register(**objects: Any) -> Any:
 
 @_told
 def epochs(count: int, end: int | None = None) -> Iterable[int]:
-    """Return the numbers of the epochs of a loop, from 0 to `count` - 1; or from the first number to before the second.
+    """Return the numbers of the epochs of a loop: from 0 to `count` - 1, or from `count` to `end` - 1.
 
-    In a worker that joins a job later they begin with the epoch in which the job is; the loader yields what is left of
-    it. Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
+    A worker that joins a job later begins with the epoch in which the job is; the loader yields the rest of that epoch.
+    Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
 
     Args:
-        count, end: as of `range`, where `end` is left out or greater.
+        count: the number of epochs; with `end` the first one.
+        end: the number behind the last one, at least `count`.
 
     Example:
         >>> list(epochs(3)), list(epochs(1, 3))
@@ -359,11 +366,10 @@ def epochs(count: int, end: int | None = None) -> Iterable[int]:
 
 @_told
 def report(**values: Any) -> None:
-    """Report numbers, such as a loss: the driver has their means over the workers, weighted by samples.
+    """Report numbers, such as a loss, to the driver, which takes their means over the workers by samples.
 
-    A worker's value counts with the samples that it has taken since its last report, or with what `weight` said of
-    them. No worker waits for another.
-    Outside of `steepest.run` it does nothing.
+    A value counts with the samples that this worker has taken since its last report, or with the weight that `weight`
+    gave them. Workers do not wait for each other. Outside of `steepest.run` nothing happens.
 
     Args:
         values: numbers, or tensors without dimensions, by name.
@@ -374,10 +380,10 @@ def report(**values: Any) -> None:
 
 @_told
 def weight(value: float) -> None:
-    """Say what the present batch weighs in means over workers and batches, such as its number of tokens.
+    """Set the weight of the present batch in means over workers and batches, such as its number of tokens.
 
-    By default it weighs as much as it has samples. The loss is to be the mean over that weight. Outside of
-    `steepest.run` it does nothing.
+    By default a batch weighs as much as it has samples. The loss has to be the mean over the same weight. Outside of
+    `steepest.run` nothing happens.
 
     Args:
         value: zero or more.
@@ -414,18 +420,20 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 def gather(value: Any) -> Any:
     """Return the values of all workers, joined: the same on each of them.
 
-    Tensors are joined along their first dimension, in the order of the samples where each worker gives a row for each
-    sample that it has had in this batch, or in this pass, of a loader for evaluations; otherwise by the workers' ranks.
-    Workers may give any number of rows, none too. All call it equally often in the same order; it waits for the last
-    one. The gradient of the mean of all workers' losses goes through it. With one worker, and outside
-    of `steepest.run`, it returns what it is given, with numbers as tensors of one row.
+    All workers call it equally often in the same order, and it waits for the last one. Workers may give any number of
+    rows, zero too. With one worker, and outside of `steepest.run`, it returns what it is given, with numbers as tensors
+    of one row.
+
+    Tensors are joined along their first dimension, by the workers' ranks. If each worker gives a row for each sample
+    that it has had in this batch, or in this pass of a loader for evaluations, rows are in the order of the samples.
+    The gradient of the mean of all workers' losses goes through it.
 
     Args:
         value: tensors, arrays, numbers, lists of numbers or texts; dicts, lists and tuples of these.
 
     Raises:
-        ConfigurationError: something else, or not of one form on all workers; it is called before `epochs`, or
-            workers do not wait for each other (``strategy="async"``, rounds of a quorum or a pace).
+        ConfigurationError: the value is of another form, or not of the same form on all workers; it is called before
+            `epochs`; or workers do not wait for each other (``strategy="async"``, rounds of a quorum or a pace).
 
     Example:
         >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]

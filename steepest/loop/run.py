@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has come to.
+    """The result of `run`.
 
     Attributes:
-        metrics: what `steepest.report` was given last, as means over workers, by name.
-        reports: the same of each call of `report`, in order.
+        metrics: the last values given to `steepest.report`, as means over workers, by name.
+        reports: the values of each call of `report`, in order.
         history: rows of steps, epochs and events.
         state_dict: parameters, under each of their names, and buffers, as the plain module takes them.
     """
@@ -79,21 +79,26 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     progress: bool | str = True,
     timeline: str | Path | None = None,
 ) -> RunResult:
-    """Run a function that trains in a loop of its own on many workers, as one training.
+    """Run a function with a training loop of your own on many workers, as one training.
 
     Args:
-        function: called without arguments in each worker's process; it makes model, optimizer and loader, gives them
-            to `steepest.prepare`, and loops over `steepest.epochs` and the loader. A worker that takes the place of a
-            dead one runs it from its beginning, and enters `epochs` where the job is.
-        num_workers, strategy, gpu, global_batch_size, seed, run_config, checkpoints: as of `DistributedSGD`. The
-            loader's batch size is that of each worker, unless `global_batch_size` says what all have together. With
-            `checkpoints` the same program, started again, goes on where it was. Without a `run_config` a step waits
-            for the successor of a dead worker (``FailureConfig(patience=math.inf)``), so that all stay in their loops.
-        callbacks, progress: as of `DistributedSGD.fit`.
+        function: called without arguments in each worker's process. It makes model, optimizer and loader, gives them
+            to `steepest.prepare`, and loops over `steepest.epochs` and the loader. The replacement of a dead worker
+            runs it from its beginning, and enters `epochs` where the job is.
+        num_workers: worker processes, or (min, max), as of `DistributedSGD`.
+        strategy: as of `DistributedSGD`.
+        gpu: whether each worker has a GPU, as of `DistributedSGD`.
+        global_batch_size: samples of a step of all workers together. None for the loader's batch size on each worker.
+        seed: as of `DistributedSGD`.
+        run_config: as of `DistributedSGD`. None for the defaults, but that a step waits for the replacement of a dead
+            worker (``FailureConfig(patience=math.inf)``), so that all workers stay in their loops.
+        checkpoints: where checkpoints are kept. The same program, started again, goes on where it was.
+        callbacks: as of `DistributedSGD.fit`.
+        progress: as of `DistributedSGD.fit`.
         timeline: the file of a timeline of the whole run, see `DistributedSGD.timeline`; None for none.
 
     Raises:
-        ConfigurationError: an argument is wrong, or what `prepare` was given cannot be shared.
+        ConfigurationError: an argument is wrong, or `prepare` was given something that cannot be shared.
         ModelRaisedError: the function raised; its traceback is the cause.
         StepError: as `DistributedSGD.fit`.
 
