@@ -23,6 +23,7 @@ from steepest.cli import (
     watch,
 )
 from steepest.cli.scripts import TAKE_SCRIPTS
+from steepest.cli.settings_file import with_file
 from steepest.errors import RemoteTraceback, SteepestError
 
 _ENOUGH = 0.95  # accuracy, of the demo
@@ -74,16 +75,26 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if all(row.accuracy >= _ENOUGH for row in rows) else 1
 
 
+def _command(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = commands.choices[name]
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = make_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     takes_arguments = bool(given) and given[0] in TAKE_SCRIPTS
     end = given.index("--") if takes_arguments and "--" in given else len(given)
-    chosen = parser.parse_args(given[:end])
-    if takes_arguments:
-        chosen.arguments = given[end + 1 :]
     try:
+        words = given[:end]
+        if words[:1] == ["run"]:
+            words = ["run", *with_file(_command(parser, "run"), words[1:])]
+        chosen = parser.parse_args(words)
+        if takes_arguments:
+            chosen.arguments = given[end + 1 :]
         status: int = chosen.call(chosen)
         return status
     except SteepestError as error:

@@ -1,0 +1,83 @@
+"""Options of a command in a file: `--config FILE`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from steepest.errors import ConfigurationError
+
+_NOT_THERE = ("help", "config")  # options that a file cannot have
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the file."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a YAML file with these options, as in `workers: 4`; what the command line says wins",
+    )
+
+
+def with_file(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with those of its file, if they name one, before them.
+
+    Args:
+        parser: of the command.
+        given: the arguments behind the command's name.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is no mapping, or has what is no option.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    file = finder.parse_known_args(given)[0].config
+    if file is None:
+        return list(given)
+    options = {
+        option.removeprefix("--"): action
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--") and action.dest not in _NOT_THERE
+    }
+    words: list[str] = []
+    for name, value in _read(file).items():
+        action = options.get(str(name).replace("_", "-"))
+        if action is None:
+            raise ConfigurationError(
+                f"{file} has {name!r}, which is no option of {parser.prog}: give some of {', '.join(sorted(options))}"
+            )
+        words += _words(f"--config {file}: {name}", action, value)
+    return [*words, *given]
+
+
+def _read(file: str) -> Mapping[Any, Any]:
+    """Return what a file has; none if it is empty."""
+    import yaml  # which takes as long as the rest of a command's start
+
+    try:
+        content = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--config {file}: {error}") from None
+    if not isinstance(content, Mapping | None):
+        raise ConfigurationError(
+            f"--config {file} has {type(content).__name__}: give a mapping, such as `workers: 4`"
+        )
+    return content or {}
+
+
+def _words(where: str, action: argparse.Action, value: Any) -> list[str]:
+    """Return the arguments for one option."""
+    option = action.option_strings[-1]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{where} is {value!r}: give true or false")
+        return [option] if value else []
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(each, Mapping | list | None | bool) for each in values):
+        raise ConfigurationError(f"{where} is {value!r}: give a number or a text")
+    if len(values) > 1 and not isinstance(action, argparse._AppendAction):
+        raise ConfigurationError(f"{where} has {len(values)} values: give one")
+    return [f"{option}={each}" for each in values]
