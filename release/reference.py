@@ -9,6 +9,7 @@ parsers. The pages of single names are made for the site alone, where Sphinx sho
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -57,8 +58,8 @@ GROUPS = {
         "Model", "Computed", "ParameterLayout", "OptimizerSpec", "Strategy", "Codec",
     ),
 }  # fmt: skip
-#: names that an extra brings, and its page: they have no docstring where it is not installed
-EXTRAS = {"JaxModel": ("jax", "../howto/from_jax.md")}
+#: classes whose modules need an extra, which may be missing here: the extra, and the module
+EXTRAS = {"JaxModel": ("jax", "steepest/adapters/jax.py")}
 #: modules whose names are public, too
 MODULES = ("steepest.tables", "steepest.collectives", "steepest.places", "steepest.testing")
 #: what has settings, in the order of their page
@@ -188,14 +189,17 @@ PAGES: Mapping[str, Callable[[], str]] = {
 }
 
 
+#: of a class that the library fills in by other members, those for users
+_MEMBERS = {"History": "rows, steps, epochs, evaluations, events, dataframe"}
+
+
 def name_pages() -> dict[str, str]:
     """Return the pages of all public names and modules, as reStructuredText by file, for the site."""
     found = {}
     for name in itertools.chain(*GROUPS.values()):
-        if name not in EXTRAS:
-            title = re.sub("_$", r"\\_", name)  # else the mark of a link
-            text = _documented("steepest", name, members=name not in _MADE_ALONE)
-            found[f"{name}.rst"] = f"{title}\n{'=' * len(title)}\n\n{text}"
+        title = re.sub("_$", r"\\_", name)  # else the mark of a link
+        text = _documented("steepest", name, members=name not in _MADE_ALONE)
+        found[f"{name}.rst"] = f"{title}\n{'=' * len(title)}\n\n{text}"
     for module in MODULES:
         text = f".. automodule:: {module}\n"
         for name in importlib.import_module(module).__all__:
@@ -208,9 +212,10 @@ def name_pages() -> dict[str, str]:
 
 def _documented(module: str, name: str, *, members: bool) -> str:
     """Return the directive that shows a class, with its members or without, or a function."""
-    of_class = isinstance(getattr(importlib.import_module(module), name), type)
+    of_class = name in EXTRAS or isinstance(getattr(importlib.import_module(module), name), type)
     text = f".. currentmodule:: {module}\n\n.. auto{'class' if of_class else 'function'}:: {name}\n"
-    return text + ("   :members:\n" if of_class and members else "")
+    shown = f"   :members: {_MEMBERS.get(name, '')}".rstrip() + "\n"
+    return text + (shown if of_class and members else "")
 
 
 def with_links(page: str) -> str:
@@ -284,8 +289,13 @@ def _default(parameter: inspect.Parameter) -> str:
 
 def _about(name: str) -> str:
     if name in EXTRAS:
-        extra, page = EXTRAS[name]
-        return f"Needs `pip install 'steepest[{extra}]'`, see [its page]({page})"
+        extra, module = EXTRAS[name]
+        classes = ast.parse((FOLDER.parent.parent / module).read_text()).body
+        (found,) = [
+            each for each in classes if isinstance(each, ast.ClassDef) and each.name == name
+        ]
+        first = _joined((ast.get_docstring(found) or "").partition("\n\n")[0]).rstrip(".")
+        return f"{first}; needs `pip install 'steepest[{extra}]'`"
     return _summary(getattr(steepest, name))
 
 

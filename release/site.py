@@ -53,6 +53,7 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["jax", "flax", "optax"]  # so that its adapter is shown, too
 maximum_signature_line_length = 72
 toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
