@@ -25,6 +25,7 @@ _HEAD = (
 _BLOCKS = 40  # of a run's steps, over which a loss is a mean
 _TAIL = 0.1  # the part of a run's steps over which its last loss is a mean
 _EQUAL = 0.02  # two losses that differ by less are equal
+_CONVERGED = 0.002  # and so are two that differ by less of what the loss has fallen
 _APART = 0.05  # a part of the time that is worth a word
 _FASTER = 1.05  # by less a strategy is not faster than another
 
@@ -57,6 +58,7 @@ class Outcome:
         seconds: of training, until the last step.
         speed: samples per second, without the first step, which also waits for processes; NaN without a second one.
         loss, doubt: mean of the last tenth of the steps, and the standard error of that mean; NaN without a loss.
+        fall: the first step's loss less that mean.
         pushed, pulled: bytes for each sample.
         staleness: mean, in updates.
         parts: seconds for 1,000 samples by part, as `PARTS` has them, means over workers.
@@ -76,6 +78,7 @@ class Outcome:
         tail = [loss for _, loss in self._losses[-max(1, math.ceil(_TAIL * len(self._losses))) :]]
         self.loss = _mean(tail)
         spread = sum((loss - self.loss) ** 2 for loss in tail) / max(len(tail) - 1, 1)
+        self.fall = self._losses[0][1] - self.loss if self._losses else math.nan
         self.doubt = math.sqrt(spread / len(tail)) if tail else math.nan
         self.pushed = sum(row["bytes_pushed"] for row in rows) / max(self.samples, 1)
         self.pulled = sum(row["bytes_pulled"] for row in rows) / max(self.samples, 1)
@@ -106,8 +109,9 @@ def _mean(values: Sequence[float]) -> float:
 def recommend(outcomes: Sequence[Outcome]) -> tuple[str | None, str]:
     """Return the strategy to take, None if none has trained, and why, in a few sentences.
 
-    It is the one with the lowest loss at its end. Losses are equal that differ by less than 2 %, or by less than twice
-    the standard error of their difference: of equal ones it is the one that came first to the highest of them.
+    It is the one with the lowest loss at its end. Losses are equal that differ by less than 2 %, by less than twice
+    the standard error of their difference, or by less than 0.2 % of what the loss has fallen since the first step: of
+    equal ones it is the one that came first to the highest of them.
     """
     trained = [each for each in outcomes if math.isfinite(each.loss) and not each.failed]
     if not trained:
@@ -131,7 +135,8 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[str | None, str]:
 
 def _is_equal(one: Outcome, other: Outcome) -> bool:
     apart = abs(one.loss - other.loss)
-    return apart <= max(_EQUAL * abs(other.loss), 2 * math.hypot(one.doubt, other.doubt))
+    doubt = 2 * math.hypot(one.doubt, other.doubt)
+    return apart <= max(_EQUAL * abs(other.loss), doubt, _CONVERGED * other.fall)
 
 
 def _first_reason(

@@ -45,6 +45,15 @@ def test_of_equal_losses_the_first_to_reach_them_is_recommended() -> None:
     assert "2 times as many samples per second as ps, whose workers spend 67% of their time" in why
 
 
+def test_of_those_that_have_converged_the_first_is_recommended() -> None:
+    """Though one loss is a millionth of the other: both are nothing beside the first."""
+    best, why = advice(
+        trial("ps", 0.1, 0.2), trial("allreduce", 0.1, 0.1), trial("local", 1.0, 0.1)
+    )
+    assert best == "ps"
+    assert "its loss is as low as that of allreduce and local" in why
+
+
 def test_where_the_time_goes_is_said_of_those_that_wait() -> None:
     why = advice(trial("ps", 0.1, 0.01), trial("local", 0.05, 0.01))[1]  # 0.1 s are computing
     assert why.endswith("It computes 2 times as many samples per second as ps.")

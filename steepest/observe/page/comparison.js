@@ -23,7 +23,7 @@
   const addCurves = (title, [axis, xs], ys) => addChart(title, (box) => plot(box, runs.map((run) => ({
     x: xs(run), y: ys(run), name: run.strategy, type: "scatter", mode: xs(run).length < 3 ? "lines+markers" : "lines",
     line: { width: 1.6, color: run.colour },
-  })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: { tickformat: "~s" } }));
+  })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: {} }));
 
   const drawCurves = () => {
     byId("charts").replaceChildren();
