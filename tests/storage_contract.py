@@ -44,7 +44,7 @@ def blocks(*parts: bytes) -> Any:
     return lambda: iter(map(memoryview, parts))
 
 
-class Parts:
+class Parts(files.RowParts):
     """Rows that come in two parts; each is written before the next is asked for."""
 
     def __init__(self, place: StoragePlace) -> None:
@@ -308,7 +308,7 @@ class StorageContract:
     def test_increments_are_read_with_what_they_continue(self, place: StoragePlace) -> None:
         directory = CheckpointDirectory(place, 1)
 
-        class Rows:
+        class Rows(files.RowParts):
             def __init__(self, link: files.BaseLink | None) -> None:
                 self.link = link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from steepest.checkpoint import files
 from steepest.checkpoint.manifest import MANIFEST
@@ -61,21 +61,32 @@ class CheckpointDirectory:
             CheckpointError: some were finished, and all of those are damaged; or one cannot be read
                 now.
         """
+        return next(self.newest_first(files.read), None)
+
+    def newest_first(
+        self, read: Callable[[StoragePlace], files.Checkpoint]
+    ) -> Iterator[tuple[StoragePlace, files.Checkpoint]]:
+        """Yield whole checkpoints with their paths, the newest first, as a function reads them; else as `newest`."""
         for path in reversed(self.paths()):
             try:
-                return path, files.read(path)
+                found = read(path)
             except files.UnreachableError:
                 raise
             except CheckpointError as error:
-                log.warning("passed over: %s", error)
-                if self._is_finished(path):
-                    self._damaged.add(path)
+                self.pass_over(path, error)
+            else:
+                yield path, found
         if self._damaged:
             raise CheckpointError(
                 f"none of the checkpoints in {self._path} is whole: bring one back, or give "
                 "another path to begin anew"
             )
-        return None
+
+    def pass_over(self, path: StoragePlace, error: CheckpointError) -> None:
+        """Note that a checkpoint is not whole, and log why."""
+        log.warning("passed over: %s", error)
+        if self._is_finished(path):
+            self._damaged.add(path)
 
     def of_step(self, step: int) -> StoragePlace | None:
         """Return the path of the newest whole checkpoint of a step; None if there is none."""

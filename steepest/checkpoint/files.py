@@ -18,16 +18,18 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
-from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
+from steepest.checkpoint.safetensors_file import read_some, read_tensors, write_tensors
+from steepest.checkpoint.saved_rows import TABLES as ROWS
+from steepest.checkpoint.saved_rows import CheckpointRows, RowLayer, SavedFile, ShardMark, shards_in
 from steepest.checkpoint.table_moves import changes_of_tables, require_tables
 from steepest.core.data.fingerprint import Fingerprint, differences
 from steepest.core.optim.spec import stateful
@@ -51,6 +53,10 @@ _COMMIT = re.compile(rf"\.{re.escape(MANIFEST)}-(\d+-[0-9a-f]{{8}})", re.ASCII)
 
 class UnreachableError(CheckpointError):
     """A checkpoint may be whole, but its object store has not answered."""
+
+
+class DamagedRowsError(CheckpointError):
+    """A checkpoint's rows are damaged, or not there; nothing of it was restored."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,26 @@ class Checkpoints:
 
 
 class RowParts(Protocol):
-    """Rows of embedding tables that come part by part while a checkpoint is written."""
+    """Rows of embedding tables that come part by part while a checkpoint is written, or are written by others.
+
+    Attributes:
+        written: what a manifest says of the files that others have written, when all parts have come.
+    """
+
+    written: list[dict[str, Any]]
+
+    def write_into(self, folder: StoragePlace, stamp: str) -> None:
+        """Have those who hold rows write them to files ``tables-STAMP-...`` in a folder, where they can.
+
+        By default nobody does.
+        """
+        self.written = []
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the parts, by "tables/shard/key"; further parts of an array in later ones."""
+        """Yield the parts, by "tables/shard/key"; further parts of an array in later ones, or in what is written.
+
+        A part of nothing says that rows come.
+        """
 
     def about(self) -> dict[str, Any]:
         """Return what is known of the checkpoint when all parts have come, see `Checkpoint.about`."""
@@ -137,6 +159,7 @@ class Checkpoint:
             replicated (of those that workers hold, with the parameter instead of the group),
             evaluations, and of an increment base (see `BaseLink`).
         rows: those that are not in `optimizer` yet, and are written beside it; None for none.
+        saved_rows: those that were left where they lie, see `read_apart`; None for none.
     """
 
     weights: dict[str, torch.Tensor]
@@ -144,6 +167,7 @@ class Checkpoint:
     replicas: dict[str, torch.Tensor]
     about: dict[str, Any]
     rows: RowParts | None = None
+    saved_rows: CheckpointRows | None = None
 
 
 @dataclass(frozen=True)
@@ -343,10 +367,13 @@ def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_pr
         for kind in KINDS:
             files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
         files[TABLES] = []
-        if checkpoint.rows is not None:
-            for number, part in enumerate(checkpoint.rows):
-                files[TABLES].append(written(f"{TABLES}-{stamp}-{number}", part))
-            about = {**about, **checkpoint.rows.about()}
+        if (rows := checkpoint.rows) is not None:
+            rows.write_into(path, stamp)
+            for part in filter(None, _with_progress(rows, path, progress)):
+                entry = written(f"{TABLES}-{stamp}-{len(files[TABLES])}", part)
+                files[TABLES].append(entry | {"shards": list(shards_in(part))})
+            files[TABLES] += rows.written
+            about = {**about, **rows.about()}
         manifest = encode_manifest(files, about)
         progress(path / MANIFEST)
         asked = True
@@ -354,13 +381,30 @@ def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_pr
     except BaseException as error:
         refused = isinstance(error, (FileExistsError, SteepestError))
         if not asked or refused or _is_still(path, replaced):
-            storage.discard(begun)
+            storage.discard([*begun, *_written_by_others(path, stamp)])
         # of the rows that come, some are errors of the system too
         if isinstance(error, OSError) and not isinstance(error, SteepestError):
             raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
         raise
     _clear(path, old, progress)
     return BaseLink(path.name, hashlib.sha256(manifest).hexdigest())
+
+
+def _with_progress(
+    rows: RowParts, path: StoragePlace, progress: Progress
+) -> Iterator[dict[str, torch.Tensor]]:
+    for part in rows:
+        progress(path)
+        yield part
+
+
+def _written_by_others(path: StoragePlace, stamp: str) -> list[StoragePlace]:
+    """Return the files of rows that others have written under a stamp, as far as storage answers."""
+    try:
+        there = storage_of(path).files(path)
+    except OSError:
+        return []
+    return [file for file in there if file.name.startswith(f"{TABLES}-{stamp}-")]
 
 
 def _is_still(path: StoragePlace, version: str | None) -> bool:
@@ -390,7 +434,11 @@ def _clear(path: StoragePlace, old: Collection[str], progress: Progress) -> None
     # Files that are neither are somebody else's, and stay, whatever their names. progress: called with each that is
     # removed.
     storage = storage_of(path)
-    there = storage.files(path)
+    try:
+        there = storage.files(path)
+    except OSError as error:
+        log.warning("files of an earlier checkpoint stay: %s", error)
+        return
     commits = {file.name: found[1] for file in there if (found := _COMMIT.fullmatch(file.name))}
     for file in there:
         kind, _, rest = file.name.partition("-")
@@ -411,12 +459,32 @@ def read(path: StoragePlace) -> Checkpoint:
     """
     files, about = _manifest(path)
     weights, replicas = (_tensors(path, files[kind]) for kind in ("weights", "replicas"))
-    optimizer, earlier = [_optimizer(path, files)], about
-    while (base := base_of(earlier)) is not None:
+    optimizer = [_optimizer(path, files)]
+    optimizer += _of_bases(path, about, lambda folder, files, _: _optimizer(folder, files))
+    state = optimizer.pop()
+    try:
+        while optimizer:
+            state = rows.increased(state, optimizer.pop())
+    except CheckpointError as error:
+        raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
+    about = {key: value for key, value in about.items() if key not in ("base", "shards")}
+    return Checkpoint(weights, state, replicas, about)
+
+
+T = TypeVar("T")
+
+
+def _of_bases(
+    path: StoragePlace,
+    about: Mapping[str, Any],
+    part: Callable[[StoragePlace, dict[str, Any], dict[str, Any]], T],
+) -> Iterator[T]:
+    """Yield what a function returns of the folder, files and description of each checkpoint that one continues."""
+    while (base := base_of(about)) is not None:
         folder = path.parent / base.name
         try:
-            files, earlier = _manifest(folder, base.sha256)
-            optimizer.append(_optimizer(folder, files))
+            files, about = _manifest(folder, base.sha256)
+            yield part(folder, files, about)
         except UnreachableError:
             raise
         except CheckpointError as error:
@@ -424,14 +492,62 @@ def read(path: StoragePlace) -> Checkpoint:
                 f"the checkpoint at {path} has changes since the one at {folder}, which is to be "
                 f"brought back: {error}"
             ) from error
-    state = optimizer.pop()
+
+
+def read_apart(path: StoragePlace) -> Checkpoint:
+    """Return the checkpoint at a path without its rows of tables; `saved_rows` says where they lie.
+
+    Raises:
+        CheckpointError: as `read`, but for the files of rows.
+    """
+    files, about = _manifest(path)
+    weights, replicas, state = (
+        _tensors(path, files[k]) for k in ("weights", "replicas", "optimizer")
+    )
+    layers = [_layer(path, files, about), *_of_bases(path, about, _layer)]
+    rows = CheckpointRows(about.get("tables", ()), tuple(layers))
+    rows.require_sound(path)
+    state = {name: value for name, value in state.items() if not name.startswith(ROWS)}
+    about = {key: value for key, value in about.items() if key not in ("base", "shards")}
+    return Checkpoint(weights, state, replicas, about, saved_rows=rows if rows.marks else None)
+
+
+def _layer(path: StoragePlace, files: Mapping[str, Any], about: Mapping[str, Any]) -> RowLayer:
+    """Return which files of a checkpoint have rows; of an earlier release's they are looked into."""
+    entries = [*files[TABLES], files["optimizer"]]
+    if "shards" in about:
+        marks = [ShardMark(*each) for each in about["shards"]]
+        found = [
+            SavedFile(each["name"], path, each, tuple(each["shards"])) for each in files[TABLES]
+        ]
+        return RowLayer(tuple(found), tuple(marks))
+    of_files, first = [], dict[int, dict[str, torch.Tensor]]()
+    for each in entries:
+        names, tensors = _some(path, each)
+        if shards := shards_in(names):
+            of_files.append(SavedFile(each["name"], path, each, shards))
+        for shard, arrays in rows.by_shard(tensors).items():
+            first[shard] = arrays | first.get(shard, {})
+    if sorted(first) != list(range(len(first))):
+        raise CheckpointError(f"damaged checkpoint at {path}: it has the shards {sorted(first)}")
+    return RowLayer(tuple(of_files), tuple(ShardMark.of(first[shard]) for shard in sorted(first)))
+
+
+def _some(
+    path: StoragePlace, about: Mapping[str, Any]
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Return the names of all tensors of a file, and those tensors that are marks of shards."""
+
+    def is_mark(name: str) -> bool:
+        return name.startswith(ROWS) and name.rpartition("/")[2] in ShardMark._fields
+
     try:
-        while optimizer:
-            state = rows.increased(state, optimizer.pop())
-    except CheckpointError as error:
-        raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
-    about = {key: value for key, value in about.items() if key != "base"}
-    return Checkpoint(weights, state, replicas, about)
+        with storage_of(path).on_disk(path / about["name"]) as file:
+            return read_some(file, is_mark)
+    except StorageError as error:
+        raise UnreachableError(f"cannot read the checkpoint at {path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"damaged checkpoint at {path}: {about['name']}: {error}") from error
 
 
 def about(path: StoragePlace) -> dict[str, Any]:

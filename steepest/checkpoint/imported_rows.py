@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,11 +9,10 @@ import numpy as np
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
-from steepest.checkpoint.rows import TABLES, arrays_of_state, by_shard, state_of_arrays
 from steepest.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from steepest.tables.dealing import Dealing
+    from steepest.tables.state import TableState
     from steepest.tables.table import Table
 
 
@@ -60,43 +58,34 @@ def imported_rows(table: Table, rows: Any) -> ImportedRows:
     return ImportedRows(ids, values)
 
 
-def with_imported(
-    state: Mapping[str, torch.Tensor], dealing: Dealing, table: Table, rows: ImportedRows
-) -> tuple[dict[str, torch.Tensor], int]:
-    """Return optimizer state ("parameter/key") with rows in place of those of their ids, and how many had rows.
+def with_given(
+    state: TableState, version: int, number: int, table: Table, rows: ImportedRows
+) -> tuple[TableState, int]:
+    """Return a shard's state with rows in place of those of their ids, and how many had rows.
 
     Their slots begin anew, and ids that filters have counted are admitted.
 
-    Raises:
-        ConfigurationError: the table has no room for them.
+    Args:
+        state: of the shard.
+        version: of that state.
+        number: of the table in its group.
+        table: the table.
+        rows: those of this shard.
     """
-    from steepest.tables.hashing import shard_of
     from steepest.tables.state import increased
 
-    group, number = dealing.place(table)
-    shards, found, replaced = by_shard(state), dict(state), 0
     ids, values = rows.ids.numpy(), rows.values.numpy()
-    shard = shard_of(np.full(len(ids), number, np.int32), ids, dealing.spreads[group])
     first = np.array(table.optimizer.first_slots(table.dim), values.dtype)
-    for at in range(dealing.num_shards):
-        chunk = dealing.chunk(group, at)
-        name = f"{TABLES}{chunk - dealing.first}"
-        arrays = shards[chunk - dealing.first]
-        base, mine = state_of_arrays(arrays), ids[shard == at]
-        had = np.isin(base.ids, mine) & (base.tables == number)
-        replaced += int(had.sum())
-        counted = ~(np.isin(base.counted_ids, mine) & (base.counted_tables == number))
-        seen = dict(zip(base.ids[had].tolist(), base.sightings[had].tolist(), strict=True))
-        changes = replace(
-            base.only(slice(0), counted),
-            tables=np.full(len(mine), number, np.int32),
-            ids=mine,
-            values=values[shard == at],
-            slots=np.tile(first, (len(mine), 1)),
-            written=np.full(len(mine), int(arrays["updates"]), np.int64),
-            sightings=np.array([seen.get(each, 1) for each in mine.tolist()], np.int32),
-        )
-        whole = increased(base, changes)
-        dealing.make(chunk).part_of([whole])  # there is room
-        found |= {f"{name}/{key}": value for key, value in arrays_of_state(whole).items()}
-    return found, replaced
+    had = np.isin(state.ids, ids) & (state.tables == number)
+    counted = ~(np.isin(state.counted_ids, ids) & (state.counted_tables == number))
+    seen = dict(zip(state.ids[had].tolist(), state.sightings[had].tolist(), strict=True))
+    changes = replace(
+        state.only(slice(0), counted),
+        tables=np.full(len(ids), number, np.int32),
+        ids=ids,
+        values=values,
+        slots=np.tile(first, (len(ids), 1)),
+        written=np.full(len(ids), version, np.int64),
+        sightings=np.array([seen.get(each, 1) for each in ids.tolist()], np.int32),
+    )
+    return increased(state, changes), int(had.sum())

@@ -117,6 +117,7 @@ def _is_file(kind: str, value: Any) -> bool:
         and re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", str(value.get("name")), re.ASCII)
         is not None
         and isinstance(value.get("sha256"), str)
+        and _is_list(value.get("shards", []), _is_count)
         and _is_mapping(value.get("dtypes"), lambda dtype: isinstance(dtype, str))
     )
 
@@ -173,6 +174,16 @@ def _is_replicated(value: Any) -> bool:
     """Return whether a value is (name, dimension, dtype, optimizer, parameter) of a table that workers hold."""
     kinds = (str, int, str, str, str)
     return isinstance(value, list) and list(map(type, value)) == list(kinds) and value[1] > 0
+
+
+def _is_mark(value: Any) -> bool:
+    """Return whether a value has the fields of a `ShardMark`; the last is -1 where a shard's rows are all there."""
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and all(map(_is_seed, value[:3]))
+        and (value[3] == -1 or _is_count(value[3]))
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -261,6 +272,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "ends": (lambda value: _is_list(value, _is_step), False),
     "base": (_is_base, False),
     "tables": (lambda value: _is_list(value, _is_table), False),
+    "shards": (lambda value: _is_list(value, _is_mark), False),
     "data": (lambda value: _is_mapping(value, _is_array), False),
     "batch": (lambda value: _is_list(value, _is_count) and len(value) == 2, False),
     "schedule": (lambda value: value is None or isinstance(value, dict), False),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from steepest.checkpoint.files import Checkpoint
-from steepest.checkpoint.rows import TABLES, arrays_of_state, by_shard, state_of_arrays
+from steepest.checkpoint.files import Checkpoint, DamagedRowsError
+from steepest.checkpoint.rows import arrays_of_state
+from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
 from steepest.checkpoint.table_moves import described_tables, slots_stay
 from steepest.core.optim.spec import OptimizerSpec
-from steepest.errors import CheckpointError
+from steepest.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
@@ -75,6 +75,7 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
     served = {} if dealing is None else {table.name: table for table in dealing.tables}
     weights, state = dict(saved.weights), dict(saved.optimizer)
     rows = {name: _held_rows(held, weights, state) for name, held in before.items()}
+    saved_rows = saved.saved_rows or CheckpointRows(())
     tables, seed = list(saved.about.get("tables", ())), int(saved.about["seed"])
     for name, (parameter, table) in after.items():
         found = rows.get(name) or _served_rows(name, saved)
@@ -82,8 +83,9 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
         state |= {f"{parameter}/{key}": value for key, value in slots.items()}
     for name in before.keys() & served.keys():
         groups = len({each[4] for each in tables})
-        state |= _as_group(rows[name], by_shard(state), groups, seed)
         tables.append([*before[name][:4], groups])
+        shards = _as_shards(rows[name], saved_rows.shards or 1, seed)
+        saved_rows = saved_rows.with_group(tables, shards)
     gone = {held.parameter for held in before.values()} - {
         parameter for parameter, _ in after.values()
     }
@@ -93,7 +95,10 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
         if not any(f"/{name}/" in f"{key}/" for name in gone)
     }
     about = {**saved.about, "tables": tables}
-    return replace(saved, weights=weights, optimizer=state, replicas=replicas, about=about)
+    rest = saved_rows if saved_rows.marks else None
+    return replace(
+        saved, weights=weights, optimizer=state, replicas=replicas, about=about, saved_rows=rest
+    )
 
 
 class _SavedRows(NamedTuple):
@@ -122,20 +127,19 @@ def _held_rows(
 
 def _served_rows(name: str, saved: Checkpoint) -> _SavedRows | None:
     """Return the rows that servers had of a table; None if they had no such table."""
+    from steepest.checkpoint.row_pieces import rows_of_table
+
     known = described_tables(saved.about.get("tables", ()))
-    if (table := known.get(name)) is None:
+    if name not in known or saved.saved_rows is None:
         return None
-    shards = by_shard(saved.optimizer)
-    each = len(shards) // len({other.group for other in known.values()})
-    parts = [shards[table.group * each + at] for at in range(each)]
-    found = []
-    for state in map(state_of_arrays, parts):
-        mine = state.tables == table.number
-        found.append((state.ids[mine], state.values[mine], state.slots[mine]))
-    ids, values, slots = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-    return _SavedRows(
-        ids, values, slots, max(int(part["updates"]) for part in parts), table.optimizer
-    )
+    try:
+        states = list(rows_of_table(saved.saved_rows, known[name], SavedFile.tensors))
+    except (ConfigurationError, OSError, ValueError) as error:
+        raise DamagedRowsError(f"embedding tables: {error}") from error
+    arrays = ([getattr(state, key) for state in states] for key in ("ids", "values", "slots"))
+    ids, values, slots = map(np.concatenate, arrays)
+    updates = max(mark.updates for mark in saved.saved_rows.marks)
+    return _SavedRows(ids, values, slots, updates, known[name].optimizer)
 
 
 def _begun_with(
@@ -167,25 +171,22 @@ def _begun_with(
     return values, state
 
 
-def _as_group(
-    rows: _SavedRows, shards: Mapping[int, Mapping[str, torch.Tensor]], groups: int, seed: int
-) -> dict[str, torch.Tensor]:
-    """Return a table's rows as those of a further group of tables on servers, in its first shard."""
+def _as_shards(rows: _SavedRows, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Return a table's rows as the arrays of so many shards on servers; all are in the first one."""
     from steepest.tables.state import TableState
 
-    each = len(shards) // groups if groups else 1
-    found: dict[str, torch.Tensor] = {}
-    for at in range(each):
+    found = []
+    for at in range(count):
         part = slice(len(rows.ids) if at == 0 else 0)
-        count = len(rows.ids[part])
+        length = len(rows.ids[part])
         nothing = np.zeros(0, np.int32)
         state = TableState(
-            tables=np.zeros(count, np.int32),
+            tables=np.zeros(length, np.int32),
             ids=rows.ids[part],
             values=rows.values[part],
             slots=rows.slots[part],
-            written=np.full(count, rows.updates),
-            sightings=np.ones(count, np.int32),
+            written=np.full(length, rows.updates),
+            sightings=np.ones(length, np.int32),
             counted_tables=nothing,
             counted_ids=np.zeros(0, np.int64),
             counted=nothing,
@@ -193,6 +194,5 @@ def _as_group(
             removed_ids=np.zeros(0, np.int64),
         )
         about = {"updates": torch.tensor([rows.updates]), "seed": torch.tensor([seed])}
-        arrays = arrays_of_state(state) | about
-        found |= {f"{TABLES}{groups * each + at}/{key}": value for key, value in arrays.items()}
+        found.append(arrays_of_state(state) | about)
     return found

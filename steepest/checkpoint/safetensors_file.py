@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from steepest.core.tensors.dtypes import as_bytes
@@ -89,12 +89,15 @@ def write_tensors(
     return {"sha256": digest.hexdigest(), "dtypes": dtypes}
 
 
-def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_tensors(
+    path: Path, about: Mapping[str, Any], note: Callable[[int], object] = lambda count: None
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a file that `write_tensors` wrote.
 
     Args:
         path: the file.
         about: what `write_tensors` returned.
+        note: called with the number of bytes of each block that was read.
 
     Raises:
         ValueError: the file has another checksum, or no such tensors.
@@ -104,11 +107,30 @@ def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor
         digest = hashlib.sha256()
         while block := file.read(_BLOCK):
             digest.update(block)
+            note(len(block))
     if digest.hexdigest() != about["sha256"]:
         raise ValueError("it does not have its checksum")
     try:
         return _from_stored(load_file(path), about["dtypes"])
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype unknown to safetensors
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def read_some(
+    path: Path, wanted: Callable[[str], bool]
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Return the names of a file's tensors, and those that are wanted; the rest of the file is not read.
+
+    Raises:
+        ValueError: it has no such tensors.
+        OSError: the file cannot be read.
+    """
+    open_file(path).close()
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            return names, {name: file.get_tensor(name) for name in names if wanted(name)}
+    except (SafetensorError, KeyError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

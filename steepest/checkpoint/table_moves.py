@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from steepest.tables.table import Table
 
 
-class _Described(NamedTuple):
+class Described(NamedTuple):
     """What a manifest says of a table, see `Dealing.description`; its number is its place in its group."""
 
     name: str
@@ -29,13 +29,13 @@ class _Described(NamedTuple):
     number: int
 
 
-def described_tables(description: Sequence[Sequence[Any]]) -> dict[str, _Described]:
+def described_tables(description: Sequence[Sequence[Any]]) -> dict[str, Described]:
     """Return the tables of a description by name, in order."""
     sizes: dict[int, int] = {}
     found = {}
     for name, dim, dtype, optimizer, group in description:
         number = sizes[group] = sizes.get(group, -1) + 1
-        found[name] = _Described(name, dim, dtype, optimizer, group, number)
+        found[name] = Described(name, dim, dtype, optimizer, group, number)
     return found
 
 
@@ -121,10 +121,14 @@ class TableMoves:
                 found.setdefault(was.group, {})[was.number] = table.number
         return found
 
-    def slots_stay(self, group: int, old: int, shard: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether a group can go on with the slots of a shard of a group of the checkpoint."""
+    def tables_in(self, old: int) -> int:
+        """Return the number of tables of a group of the checkpoint."""
+        return sum(table.group == old for table in self._before.values())
+
+    def slots_stay(self, group: int, old: int, slots: Any) -> bool:
+        """Return whether a group can go on with the slots (n, k) of a group of the checkpoint."""
         before = next(table for table in self._before.values() if table.group == old)
-        return slots_stay(before.optimizer, shard.get("slots"), self._dealing.groups[group][0])
+        return slots_stay(before.optimizer, slots, self._dealing.groups[group][0])
 
     def unpushed(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return gradients of rows that a worker has not pushed, see `DelayedRows.state`, for the job's groups."""

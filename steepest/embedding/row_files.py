@@ -21,6 +21,7 @@ from steepest.core.engine.server import Server
 from steepest.core.system import system
 from steepest.core.tensors.memory import Bytes
 from steepest.data.storage.nameless import nameless_file
+from steepest.embedding.restored_shards import RestoredShards
 from steepest.errors import ResourcesError
 
 #: The key of the record that stands for rows in files: of each piece the snapshot's number and the piece's bytes.
@@ -122,6 +123,7 @@ class RowFiles:
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], _RowFile] = {}  # by snapshot and chunk
+        self.restored = RestoredShards()  # of checkpoints, whose numbers are below 0
         self._lock = system().lock()
 
     def _file(self, number: int, chunk: int, directory: str) -> _RowFile:
@@ -171,16 +173,9 @@ class RowFiles:
         return self._files[number, chunk].records()
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Drop all other snapshots of servers; those of checkpoints have numbers below 0, and stay."""
+        """Drop all other snapshots."""
         with self._lock:
-            self._files = {
-                key: file for key, file in self._files.items() if key[0] in numbers or key[0] < 0
-            }
-
-    def drop(self, number: int) -> None:
-        """Drop one snapshot."""
-        with self._lock:
-            self._files = {key: file for key, file in self._files.items() if key[0] != number}
+            self._files = {key: file for key, file in self._files.items() if key[0] in numbers}
 
 
 def snapshot_of(records: Sequence[torch.Tensor]) -> int:

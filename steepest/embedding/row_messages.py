@@ -119,6 +119,28 @@ class RowsToRead(NamedTuple):
         return found | ({"keep": self.keep} if self.keep else {}) or None
 
 
+#: The key of the record that stands for a piece that a server has written: JSON of "files" that are written, as a
+#: manifest has them, and by shard's name "marks", in the order of `MARKS`, -1 for none; or of an "error".
+WRITTEN = "written_files"
+MARKS = ("updates", "seed", "clock", "since", "life")
+
+
+class RowsInto(NamedTuple):
+    """Where servers write rows instead of sending them; without it a reader that has said so wants no more."""
+
+    folder: str  # of a checkpoint: a path or URL
+    stamp: str  # of the names of its files
+
+    def options(self) -> Options:
+        """Return it as options of a READ_ON."""
+        return {"into": list(self)}
+
+    @classmethod
+    def of(cls, options: Options | None) -> "RowsInto | None":
+        """Return what the options of a READ_ON say."""
+        return cls(*options["into"]) if options else None
+
+
 _MORE = nothing_or(each_of(many(each_of(COUNT, COUNT)), FLAG))
 _WANTED = {"table": COUNT, "since": many(each_of(CHUNK, COUNT, COUNT)), "keep": COUNT}
 _OPTIONS = Field(
@@ -128,16 +150,23 @@ _OPTIONS = Field(
         or (whole(Schema(_WANTED)).fits(value, limits) and value.keys() <= _WANTED.keys())
     ),
 )
+_INTO = Field(
+    'null, or {"into": [folder, stamp]}',
+    lambda value, limits: (
+        value is None
+        or (whole(Schema({"into": each_of(TEXT, TEXT)})).fits(value, limits) and len(value) == 1)
+    ),
+)
 #: The messages of a job with tables beside those of dense models, and what these may say there.
 LINES: Mapping[Line, Schema] = {
     **lines(
         {
             ("worker", "server"): (PullRows,),
             ("server", "worker"): (Rows,),
-            ("client", "server"): (ReadOn,),
         }
     ),
     (Report.KIND, "worker", "coordinator"): limited(Report.SCHEMA, more=_MORE),
+    (ReadOn.KIND, "client", "server"): limited(ReadOn.SCHEMA, options=_INTO),
     (Read.KIND, "client", "coordinator"): limited(Read.SCHEMA, options=_OPTIONS),
     (Snapshot.KIND, "coordinator", "server"): limited(Snapshot.SCHEMA, options=_OPTIONS),
 }

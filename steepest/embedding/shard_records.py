@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from steepest.checkpoint.rows import TABLES
+from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine import optimizer_slices
 from steepest.core.optim.portable import Record
 from steepest.core.tensors.layout import ParameterLayout

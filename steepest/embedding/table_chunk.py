@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from steepest.checkpoint.imported_rows import ImportedRows, with_given
+from steepest.checkpoint.row_pieces import NO_ARRAYS, snapshot_pieces
 from steepest.checkpoint.row_values import narrow, wide
 from steepest.core.engine.chunk_store import ChunkStore, StagedPush
 from steepest.core.messages.message import PushId
@@ -19,7 +21,6 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.row_files import ON_DISK, RowFiles
-from steepest.embedding.row_pieces import NO_ARRAYS, RowPieces
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
@@ -72,37 +73,40 @@ class TableChunk(ChunkStore):
         self._told: set[str] = set()  # the tables of which it is logged that they are full
 
     def _made_of_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
-        """Return a shard with the rows of a snapshot, for which a state stands, as files of this process have them."""
-        pieces = self._pieces_of(self._snapshot_of(parts))
-        shard = self._dealing.make(self.chunk.index, pieces.seed)
-        shard.load(pieces, pieces.version, pieces.clock)
+        """Return the shard for which a state stands: of a checkpoint, or with rows of a snapshot."""
+        number = self._number_of(parts)
+        assert self.files is not None
+        if number < 0:
+            made = self.files.restored.take(number, self.chunk.index)
+            assert made is not None
+            return made
+        records = self.files.records(number, self.chunk.index)
+        pieces = snapshot_pieces(records, len(self._tables))
+        shard = self._dealing.make(self.chunk.index, pieces.mark.seed)
+        shard.load(pieces, pieces.mark.updates, pieces.mark.clock)
         return shard
 
-    def _pieces_of(self, number: int) -> RowPieces:
-        """Return a snapshot of files of this process; ConfigurationError: its first piece makes no sense."""
-        assert self.files is not None
-        no_rows = self._dealing.make(self.chunk.index).export()
-        return RowPieces(self.files.records(number, self.chunk.index), no_rows)
+    def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
+        """Return a copy of the shard with rows for ids of a table, and how many others they replace.
 
-    def _check_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> None:
-        """Check that a snapshot is here, and makes sense if it is of a checkpoint; ProtocolError otherwise."""
-        number = self._snapshot_of(parts)
-        if number >= 0:  # servers have written it
-            return
-        try:
-            pieces = self._pieces_of(number)
-            pieces.require_sound(self._tables)
-            self._dealing.make(self.chunk.index).require_loadable(pieces)
-        except ConfigurationError as error:
-            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
+        Raises:
+            ConfigurationError: the table has no room for them.
+        """
+        number, before = self._table_names.index(name), self.rows
+        table = self._tables[number]
+        state, replaced = with_given(before.export(), before.version, number, table, rows)
+        shard = self._dealing.make(self.chunk.index, before.seed)
+        shard.load([state], before.version, before.clock)
+        return shard, replaced
 
-    def _snapshot_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> int:
-        """Return the number of a snapshot for which a state stands; ProtocolError: this process does not have it."""
-        number = int(_whole(parts[ON_DISK])[0, 0])
-        if self.files is None or self.chunk.index not in self.files.whole(number):
-            raise ProtocolError(
-                f"snapshot {number} of {self._name} is not on a disk of this process"
-            )
+    def _number_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> int:
+        """Return the number of what a state stands for; ProtocolError: this process does not have it."""
+        number, chunk = int(_whole(parts[ON_DISK])[0, 0]), self.chunk.index
+        files = self.files
+        if files is None or not (
+            files.restored.has(number, chunk) if number < 0 else chunk in files.whole(number)
+        ):
+            raise ProtocolError(f"snapshot {number} of {self._name} is not in this process")
         return number
 
     def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
@@ -399,7 +403,7 @@ class TableChunk(ChunkStore):
         for about, value in records:
             self._keep(about, value, parts)
         if ON_DISK in parts:
-            self._check_files(parts)
+            self._number_of(parts)
         elif parts:
             self._checked_state(parts)
 

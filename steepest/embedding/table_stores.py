@@ -17,7 +17,7 @@ from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.status import Status
 from steepest.core.tensors.layout import Chunk
 from steepest.embedding.row_files import OnRouter, RowFiles
-from steepest.embedding.row_messages import PullRows, RowKind
+from steepest.embedding.row_messages import PullRows, RowKind, RowsInto
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.embedding.slow_disks import SlowDisks
@@ -68,7 +68,7 @@ class TableService:
         shards = _shards(stores.values())
         self._pulls = RowPulls(server, dealing, shards, send)
         self._disks = SlowDisks(server, shards, self._pulls)
-        self._snapshots = RowSnapshots(send)
+        self._snapshots = RowSnapshots(send, server)
         self._shards = shards
         self._files: RowFiles | None = None
 
@@ -83,7 +83,9 @@ class TableService:
         if message.kind is RowKind.PULL_ROWS:
             self._pulls.receive(source, PullRows.unpack(message), at)
         else:
-            self._snapshots.go_on(source, ReadOn.unpack(message).sequence)
+            read_on = ReadOn.unpack(message)
+            into = RowsInto.of(read_on.options)
+            self._snapshots.go_on(source, read_on.sequence, into)
 
     def reached(self, at: Position) -> None:
         """Answer the pulls that have waited for this position."""
@@ -97,7 +99,8 @@ class TableService:
 
     def use_files(self, files: RowFiles, call: OnRouter | None) -> None:
         """Keep snapshots of rows, and find them, in files of this process; have `call` answer when a disk has read."""
-        self._files, self._pulls.call = files, call
+        self._files, self._pulls.call, self._snapshots.call = files, call, call
+        self._snapshots.may_write = True
         for held in self._shards.values():
             held.files = files
 

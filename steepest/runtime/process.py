@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
+from steepest.checkpoint.imported_rows import ImportedRows
 from steepest.collectives import operations
 from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
@@ -59,6 +60,7 @@ from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
+from steepest.embedding.restored_shards import RowsRead, RowsWanted
 from steepest.embedding.row_files import PackedPiece, RowFiles, use_row_files
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import PeerLostError, ShutdownError, describe_error
@@ -244,9 +246,31 @@ class ProcessActor:
         """Drop all snapshots of rows but some."""
         self._row_files.keep_only(numbers)
 
-    def drop_snapshot(self, number: int) -> None:
-        """Drop one snapshot of rows."""
-        self._row_files.drop(number)
+    def read_rows(self, wanted: RowsWanted) -> RowsRead:
+        """Make shards with the rows of a checkpoint, beside those that servers have; also amid a long step."""
+        with _as_text():
+            return self._row_files.restored.read(wanted)
+
+    @on_router
+    def give_rows(
+        self, number: int, name: str, rows: Mapping[int, ImportedRows | None]
+    ) -> dict[int, int]:
+        """Make copies of shards, by chunk, with rows for a table; return of each how many others they replace."""
+        held = [each for server in self._servers for each in server.chunks.values()]
+        return self._row_files.restored.give(number, held, name, rows)
+
+    def rows_read(self, number: int) -> int:
+        """Return how many bytes of a checkpoint's rows this process has read until now."""
+        return self._row_files.restored.nbytes(number)
+
+    def take_row_file(self, number: int, name: str, data: Bytes) -> None:
+        """Keep bytes of a file of a checkpoint whose place this process does not reach."""
+        with _as_text():
+            self._row_files.restored.take_file(number, name, data)
+
+    def drop_rows(self, number: int) -> None:
+        """Forget what `read_rows` has made and no server has taken."""
+        self._row_files.restored.drop(number)
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""

@@ -486,17 +486,13 @@ class TableShard(ShardRows):
         for table in self._uses:
             self.counts["evicted_full"][table] = held[table] - self._alive[table]
 
-    def require_loadable(self, states: Sequence[TableState]) -> None:
-        """Raise what `load` would raise; nothing changes."""
-        states = self._checked(states)
-        self._capacities.most_used(states, self._shares_of(states)[1])
-
-    def holds_all_of(self, state: TableState) -> bool:
-        """Return whether a state that `load` would take is this shard's alone; ConfigurationError as `load`."""
-        (mine,) = self._shares_of(self._checked([state]))[1]
-        self._capacities.most_used([state], [mine])
-        counted = self._mine(state.counted_tables, state.counted_ids)
-        return len(mine) == len(state.ids) and bool(counted.all())
+    def has_all_of(self, states: Iterable[TableState]) -> bool:
+        """Return whether all rows and counted ids of states are this shard's."""
+        return all(
+            self._mine(state.tables, state.ids).all()
+            and self._mine(state.counted_tables, state.counted_ids).all()
+            for state in states
+        )
 
     def _checked(self, states: Iterable[TableState]) -> Sequence[TableState]:
         """Return states that are of these tables, with scores if there are any."""
@@ -536,22 +532,6 @@ class TableShard(ShardRows):
         beside = {name: getattr(state, name)[rows] for name in ("until", "scores")}
         marks = state.written[rows], state.sightings[rows]
         return self._enter(keys, state.values[rows], state.slots[rows], *marks, beside)
-
-    def part_of(self, states: Iterable[TableState]) -> TableState:
-        """Return this shard's part of a state that `load` would take; nothing changes.
-
-        Rows above a capacity are still there.
-
-        Raises:
-            ConfigurationError: as `load`.
-        """
-        states = list(states)
-        for state in states:
-            self._require_state(state)
-        whole = joined(states)
-        rows = self._mine(whole.tables, whole.ids)
-        self._capacities.most_used([whole], [np.flatnonzero(rows)])
-        return whole.only(rows, self._mine(whole.counted_tables, whole.counted_ids))
 
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
         """Return which (table, id) are of this shard."""

@@ -136,6 +136,11 @@ def order_of(tables: npt.NDArray[np.integer], ids: Int64s) -> npt.NDArray[np.int
 
 def joined(states: Iterable[TableState]) -> TableState:
     """Return several shards' states of the same tables as one, in order of table and id; ConfigurationError: none."""
+    return appended(states).sorted()
+
+
+def appended(states: Iterable[TableState]) -> TableState:
+    """Return several states of the same tables as one, one after the other; ConfigurationError: none."""
     # Of the counters of Bloom filters the greatest stay: each id was counted by one shard, and none is counted too low.
     states = list(states)
     if not states:
@@ -149,7 +154,7 @@ def joined(states: Iterable[TableState]) -> TableState:
     for table in sorted({table for state in states for table in state.counters}):
         of = [state.counters[table] for state in states if table in state.counters]
         counters[table] = np.maximum.reduce(of)
-    return replace(states[0], counters=counters, **changes).sorted()
+    return replace(states[0], counters=counters, **changes)
 
 
 def increased(base: TableState, increment: TableState) -> TableState:

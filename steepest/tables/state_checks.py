@@ -31,6 +31,13 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
         ConfigurationError: an id is there twice or is none, a table is not of the group, or a row was
             written after the last push (`version`), say.
     """
+    require_possible(state, tables, version)
+    require_distinct("ids", state.tables, state.ids)
+    require_distinct("counted_ids", state.counted_tables, state.counted_ids)
+
+
+def require_possible(state: TableState, tables: Sequence[Table], version: int) -> None:
+    """Check the same but that ids are distinct; ConfigurationError: as `require_sound`."""
     one, dtype, names = tables[0], tables[0].form.dtype, [table.name for table in tables]
     widths = state.values.shape[1], state.slots.shape[1]
     fits = widths == (one.dim, one.optimizer.slots(one.dim))
@@ -39,8 +46,8 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
             f"a state of {widths[0]} values and {widths[1]} slots of {state.values.dtype} a row, for "
             f"tables of {one.dim} and {one.optimizer.slots(one.dim)} of {dtype}"
         )
-    _require_distinct("ids", state.tables, state.ids, names)
-    _require_distinct("counted_ids", state.counted_tables, state.counted_ids, names)
+    require_keys(state.tables, state.ids, names)
+    require_keys(state.counted_tables, state.counted_ids, names)
     require_keys(state.removed_tables, state.removed_ids, names)
     for name, least, most in (
         ("written", 0, version),
@@ -57,8 +64,8 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
             )
 
 
-def _require_distinct(name: str, tables: Int32s, ids: Int64s, names: Sequence[str]) -> None:
-    keys = require_keys(tables, ids, names)
-    counts = Distinct(*keys).counts
+def require_distinct(name: str, tables: Int32s, ids: Int64s) -> None:
+    """Check that keys (n,) are distinct; ConfigurationError otherwise."""
+    counts = Distinct(tables, ids).counts
     if len(counts) < len(ids):
         raise ConfigurationError(f"of {len(ids)} {name} of a state only {len(counts)} are distinct")

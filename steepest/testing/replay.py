@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.rows import dealt
+from steepest.checkpoint.rows import arrays_of_state
+from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.hosting import build_replicas
@@ -37,9 +38,10 @@ from steepest.core.optim.arriving import ArrivingState
 from steepest.core.tensors.dtypes import Tensors, same_bits
 from steepest.core.tensors.half_precision import narrow_size, rounded
 from steepest.embedding.job_tables import dealing_of, delays_rows
+from steepest.embedding.restored_shards import RestoredShards, RowsWanted
 from steepest.embedding.row_messages import RowKind, RowsOfPush
 from steepest.embedding.shard_records import disassemble
-from steepest.errors import ConfigurationError
+from steepest.errors import CheckpointError, ConfigurationError
 from steepest.extensions import EXTENSIONS
 from steepest.strategies.aggregation.extension import route_of
 from steepest.strategies.aggregation.host_aggregator import HostAggregator
@@ -100,7 +102,7 @@ def replay_state(
 def _replay_all(
     log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None
 ) -> _Carried:
-    carried = None if checkpoint is None else _Carried.of(files.read(Path(checkpoint)))
+    carried = None if checkpoint is None else _Carried.of(files.read_apart(Path(checkpoint)))
     before = torch.get_num_threads()
     try:
         for part in log.parts:
@@ -120,7 +122,7 @@ class _Carried(NamedTuple):
     state: dict[str, torch.Tensor]  # of the optimizer
     plain: list[str]  # keys of the state that are plain values
     step: int | None = None  # of the checkpoint that it was read from, if it was
-    tables: Sequence[Sequence[Any]] = ()  # of that checkpoint, as its manifest has them
+    rows: CheckpointRows | None = None  # of that checkpoint
 
     @classmethod
     def of(cls, saved: files.Checkpoint) -> _Carried:
@@ -133,8 +135,7 @@ class _Carried(NamedTuple):
             )
         mean = Tensors(saved.weights)
         state = saved.optimizer, saved.about["plain"]
-        tables = saved.about.get("tables", ())
-        return cls(dict(saved.weights), mean, [], *state, saved.about["step"], tables)
+        return cls(dict(saved.weights), mean, [], *state, saved.about["step"], saved.saved_rows)
 
 
 def _is_mean(name: str, value: torch.Tensor, saved: files.Checkpoint) -> bool:
@@ -151,12 +152,34 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     return run.carried()
 
 
+def _rows_for(job: Job, saved: CheckpointRows | None) -> dict[str, torch.Tensor]:
+    """Return the rows of a checkpoint as those of a job's shards; CheckpointError: the job cannot have them."""
+    if saved is None or (dealing := dealing_of(job)) is None:
+        return {}
+    restored, wanted = RestoredShards(), RowsWanted(0, dealing.chunks, dealing, saved)
+    answer = restored.read(wanted)
+    if answer.elsewhere:
+        answer = restored.read(replace(wanted, dealt=True))
+    if why := answer.damaged or answer.unfit:
+        raise CheckpointError(f"embedding tables: {why}")
+    found: dict[str, torch.Tensor] = {}
+    for chunk in dealing.chunks:
+        shard = restored.take(0, chunk)
+        assert shard is not None
+        arrays = arrays_of_state(shard.export())
+        arrays |= {"updates": torch.tensor([shard.version]), "seed": torch.tensor([shard.seed])}
+        if shard.clock:
+            arrays["clock"] = torch.tensor([shard.clock])
+        found |= {f"{dealing.name(chunk)}/{key}": value for key, value in arrays.items()}
+    return found
+
+
 def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> ArrivingState | None:
     """Return the state of the servers' optimizer with which a part of a log begins, if any."""
     if carried is not None:
         state = dict(carried.state)
         if carried.step is not None:
-            state = dealt(state, carried.tables, dealing_of(job))
+            state |= _rows_for(job, carried.rows)
         return ArrivingState(state, tuple(carried.plain))
     found = model.optimizer_state
     return found if not job.strategy.local else None

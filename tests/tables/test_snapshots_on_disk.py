@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, Checkpoints, FailureConfig, ParameterServerStrategy
+from steepest.checkpoint import row_pieces
 from steepest.config.run import DeadlineConfig
 from steepest.core.engine.job import ModelCreator
 from steepest.core.engine.put_states import PutStates
 from steepest.core.system import system
 from steepest.embedding import row_files
 from steepest.embedding.row_files import ON_DISK, RowFiles
-from steepest.embedding.row_pieces import RowPieces
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import PeerLostError, ProtocolError
-from steepest.runtime.state import restored_rows
 from steepest.tables import tiered_rows
 from steepest.tables.row_optimizers import Adagrad
 from tests.simulated_programs import quiet
@@ -268,35 +267,29 @@ def test_a_checkpoint_comes_to_tables_on_disk_in_pieces(
         sgd.fit(steps=6, progress=False)
         expected = sgd.export_table("words")
     most = 300  # bytes: a few of the 18 rows of a shard
-    monkeypatch.setattr(restored_rows, "PIECE_BYTES", most)
-    taken, held, states = list[int](), list[int](), list[weakref.ref[Any]]()
-    take, load, made = RowFiles.take, TableChunk.load_state, RowPieces.__getitem__
-
-    def taking(files: RowFiles, *about: Any) -> None:
-        if about[0] < 0:  # else it is a snapshot of servers
-            taken.append(sum(len(array) for told, array in about[-1] if told["key"] in ROWS))
-        take(files, *about)
+    monkeypatch.setattr(row_pieces, "PIECE_BYTES", most)
+    load, piece = TableChunk.load_state, row_pieces._piece
+    made, held, states = set[Any](), list[int](), list[weakref.ref[Any]]()
 
     def loading(chunk: TableChunk, about: Any, value: torch.Tensor) -> None:
         assert about["key"] == ON_DISK
         load(chunk, about, value)
 
-    def making(pieces: RowPieces, at: Any) -> Any:
-        found = made(pieces, at)
+    def making(arrays: Any, begin: int, end: int, **about: Any) -> Any:
+        found = piece(arrays, begin, end, **about)
+        made.add((id(arrays), begin, end))
         states[:] = [state for state in states if state() is not None]
         states.append(weakref.ref(found))
         held.append(len(states))
         return found
 
-    monkeypatch.setattr(RowFiles, "take", taking)
     monkeypatch.setattr(TableChunk, "load_state", loading)
-    monkeypatch.setattr(RowPieces, "__getitem__", making)
+    monkeypatch.setattr(row_pieces, "_piece", making)
     create = on_disk(tmp_path / "rows", **how)
     with trainer(create, strategy) as sgd:
         sgd.fit(steps=1, progress=False)
         sgd.restore(tmp_path / "saved")
-        assert max(taken) <= most
-        assert len(taken) > 2 * 2 * 2  # several of each shard of two tables
+        assert len(made) > 2 * 2 * 2  # several of each shard of two tables
         assert max(held) <= 2
         sgd.fit(steps=6, progress=False)
         found = sgd.export_table("words")

@@ -227,18 +227,22 @@ class Client:
         self._send(COORDINATOR, order.pack())
         return self._unless_failed(read.future)
 
-    def take(self, future: Future[SharedState]) -> list[Record]:
+    def take(self, future: Future[SharedState], options: Options | None = None) -> list[Record]:
         """Return the records of a held read that have come since the last call.
 
         Each server sends at most two further pieces until the next call. Those that are not taken are
         part of the answer.
+
+        Args:
+            future: of the read.
+            options: how servers go on, as their stores understand it.
         """
         records: list[Record] = []
         for sequence, read in self._reads.items():
             if read.future is future:
                 records = [record for record in read.records.values() if record is not None]
                 read.records = dict.fromkeys(read.records)
-                self._go_on(sequence, read)
+                self._go_on(sequence, read, options)
         return records
 
     def give_up(self, future: Future[SharedState], error: Exception) -> None:
@@ -249,11 +253,11 @@ class Client:
                 self._go_on(sequence, read)
                 future.set_exception(error)
 
-    def _go_on(self, sequence: int, read: _Reading) -> None:
+    def _go_on(self, sequence: int, read: _Reading, options: Options | None = None) -> None:
         """Have the servers that wait send further pieces of a held read."""
         waiting, read.held = read.held or [], []
         for server in waiting:
-            self._send(server, ReadOn(sequence).pack())
+            self._send(server, ReadOn(sequence, options).pack())
 
     def install(
         self,

@@ -118,6 +118,7 @@ class ReadOn(Body):
     """
 
     sequence: Sequence
+    options: Annotated[Options | None, UNUSED] = None  # as stores understand them
 
 
 @body(Kind.SNAPSHOT_END)

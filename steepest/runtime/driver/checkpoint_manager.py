@@ -116,14 +116,18 @@ class CheckpointManager:
         keeper, rows_kept = self._keeper, self._training.cluster.run_config.history_rows
         if keeper is None:
             return
-        if (found := keeper.shelf.newest()) is None:
+        signature = self._state.signature()
+        for path, saved in keeper.shelf.newest_first(files.read_apart):
+            differs = bool(signature.other_data(saved))
+            data = "new" if differs and keeper.policy.data == "new" else "continue"
+            try:
+                self._state.place(saved, path, data)
+                break
+            except files.DamagedRowsError as error:
+                keeper.shelf.pass_over(path, error)
+        else:
             keeper.resume_history(0, {}, rows_kept)
             return
-        path, saved = found
-        signature = self._state.signature()
-        differs = bool(signature.other_data(saved))
-        data = "new" if differs and keeper.policy.data == "new" else "continue"
-        self._state.place(saved, path, data)
         self._ahead = self._training.step
         self._wrote()
         self._early = [(begin, end) for begin, end in saved.about.get("ended_early", ())]
@@ -280,7 +284,7 @@ class CheckpointManager:
 
     def restore(self, path: str | Path, data: str) -> None:
         """Continue from a checkpoint that the user chose: later steps are to be done again."""
-        saved = files.read(place_of(path))
+        saved = files.read_apart(place_of(path))
         signature = self._state.signature()
         self._calls.replacing(lambda: self._state.place(saved, path, data))
         _tell_of(signature, saved, path, data)

@@ -287,7 +287,7 @@ class CheckpointKeeper:
             self._writer.pause(_PAUSE_SECONDS)
 
         def awaited() -> bool:
-            held(self.policy.path)
+            self._lock.check()
             return self._writer.pause(0.0)
 
         held = self._held(progress)

@@ -764,8 +764,8 @@ class DistributedSGD:
     def import_table(self, name: str, rows: ExportedTable | tuple[Any, Any]) -> None:
         """Give rows to ids of an embedding table: pretrained values, or another job's export.
 
-        Ids that have rows get these values instead, the others rows; their optimizer's slots begin anew. All rows of
-        the job's tables are in the driver's memory meanwhile. As after `restore`, `log` and counters begin anew.
+        Ids that have rows get these values instead, the others rows; their optimizer's slots begin anew. As
+        after `restore`, `log` and counters begin anew.
 
         Args:
             name: of the table.

@@ -52,8 +52,7 @@ class JobState:
         """
         about, layout = saved.about, job.description.layout
         tables, dealing = about.get("tables", ()), dealing_of(job)
-        optimizer = rows.dealt(saved.optimizer, tables, dealing)
-        collected, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
+        collected, replicas = OptimizerState.saved(saved.optimizer, about, saved.replicas)
         unpushed = rows.unpushed(collected.rows, tables, dealing)
         collected = replace(collected, rows=unpushed)
         weights = layout.allocate()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint.rows import TABLES
+from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine.job import Job
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.push_pull import COMPRESSION

@@ -1,30 +1,37 @@
-"""The rows of a checkpoint on their way to tables on disk: piece by piece, never a shard at a time."""
+"""The rows of a checkpoint: each process reads those of its servers' shards; the driver names the files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from steepest.checkpoint.files import DamagedRowsError
+from steepest.checkpoint.imported_rows import ImportedRows
+from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.optim.portable import Record
+from steepest.core.system import system
 from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.row_files import ON_DISK, PackedPiece, Records, packed
+from steepest.embedding.restored_shards import RowsRead, RowsWanted
+from steepest.embedding.row_files import ON_DISK
+from steepest.errors import CheckpointError, DeadlineError
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
+    from steepest.tables.table import Table
 
-PIECE_BYTES = 4 << 20
-_AT_ONCE = 4  # pieces on their way to processes
-#: The arrays of a state that have an item for each row.
-_OF_ROWS = ("tables", "ids", "values", "slots", "written", "sightings", "until", "scores")
+_LOOK_SECONDS = 0.5
 
 
 class RestoredRows:
-    """Rows of a checkpoint in files of the processes that are to hold them, in place of records of whole shards.
+    """Rows of a checkpoint that processes have read, and servers are yet to have.
 
     Args:
         cluster: the job.
@@ -33,95 +40,130 @@ class RestoredRows:
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self._cluster, self._number = cluster, number
-        self._used = False
+        self._asked: list[Any] = []  # processes
+        self.replaced = 0
 
-    def sent(self, records: Sequence[Record]) -> list[Record]:
-        """Write the shards of tables on disk to files of their processes; return records that stand for them.
+    def __enter__(self) -> RestoredRows:
+        return self
 
-        Tables in memory stay as they are, and those whose rows have scores, since each is compared with all others.
+    def __exit__(self, *_: object) -> None:
+        """Forget what was read: it is installed, or will not be."""
+        calls = [runtime().call(process, "drop_rows", self._number) for process in self._asked]
+        drop_calls(calls)
+
+    def read(self, saved: CheckpointRows | None) -> list[Record]:
+        """Have processes read the rows of a checkpoint; return records that stand for them, for servers to install.
+
+        Args:
+            saved: where the rows lie; None for a checkpoint without rows.
 
         Raises:
-            ResourcesError: a disk has no room. PeerLostError: a process died.
+            CheckpointError: the job's tables cannot have them. DamagedRowsError: files are damaged, or missing.
+            ResourcesError: a machine has no room. PeerLostError: a process died.
         """
         dealing = dealing_of(self._cluster.job)
-        if dealing is None:
-            return list(records)
-        found, shards = list[Record](), dict[int, dict[str, Record]]()
-        for record in records:
-            if record[0] in dealing.chunks and _is_on_disk(dealing, record[0]):
-                shards.setdefault(record[0], {})[record[1]["key"]] = record
-            else:
-                found.append(record)
-        holdings = self._cluster.holdings()
-        for chunk, own in sorted(shards.items()):
-            found += self._sent_shard(dealing, chunk, own, holdings[chunk])
+        if dealing is None or saved is None:
+            return []
+        wanted = {
+            process: RowsWanted(self._number, chunks, dealing, saved)
+            for process, chunks in self._chunks(dealing).items()
+        }
+        answers = self._read(wanted, saved)
+        if any(answer.elsewhere for answer in answers.values()):
+            wanted = {process: replace(each, dealt=True) for process, each in wanted.items()}
+            answers = self._read(wanted, saved)
+        for answer in answers.values():
+            if answer.damaged:
+                raise DamagedRowsError(answer.damaged)
+            if answer.unfit:
+                raise CheckpointError(f"embedding tables: {answer.unfit}")
+        return self._records(dealing)
+
+    def given(self, dealing: Dealing, table: Table, rows: ImportedRows) -> list[Record]:
+        """Have processes give rows to ids of a table in copies of its shards; return records as `read` does.
+
+        `replaced` is then the number of ids that had rows.
+
+        Raises:
+            ConfigurationError: the table has no room for them.
+        """
+        group, number = dealing.place(table)
+        order, begins = dealing.deal(
+            group, np.full(len(rows.ids), number, np.int32), rows.ids.numpy()
+        )
+        ids, values = (each if order is None else each[order] for each in rows)
+        parts = {
+            dealing.chunk(group, shard): ImportedRows(ids[begin:end], values[begin:end])
+            for shard, (begin, end) in enumerate(pairwise(begins.tolist()))
+        }
+        asked = {
+            process: (self._number, table.name, {chunk: parts.get(chunk) for chunk in chunks})
+            for process, chunks in self._chunks(dealing).items()
+        }
+        replaced: dict[int, int] = {}
+        for answer in self._call("give_rows", asked).values():
+            replaced |= answer
+        self.replaced = sum(replaced.values())
+        return self._records(dealing)
+
+    def _chunks(self, dealing: Dealing) -> dict[Any, list[int]]:
+        """Return the shards that servers of each process hold, and note the processes."""
+        found: dict[Any, list[int]] = {}
+        for chunk, holders in self._cluster.holdings().items():
+            for process in holders if chunk in dealing.chunks else ():
+                found.setdefault(process, []).append(chunk)
+        self._asked = list(found)
         return found
 
-    def _sent_shard(
-        self, dealing: Dealing, chunk: int, records: Mapping[str, Record], holders: Sequence[Any]
-    ) -> Iterator[Record]:
-        """Write one shard to its processes; yield the records that stand for its pieces."""
-        directory = dealing.groups[dealing.group_of(chunk)][0].directory
-        calls: list[Any] = []
-        self._used = True
-        pieces = _pieces(records)
-        count = len(pieces)
-        self._cluster.extend_deadline()
+    def _records(self, dealing: Dealing) -> list[Record]:
+        stands = {"key": ON_DISK, "plain": False, "start": 0, "stop": 1}
+        value = torch.tensor([[self._number, 0]])
+        return [(chunk, stands | {"name": dealing.name(chunk)}, value) for chunk in dealing.chunks]
+
+    def _read(self, wanted: Mapping[Any, RowsWanted], saved: CheckpointRows) -> dict[Any, RowsRead]:
+        """Return what processes answer that reach all files, or have been sent them."""
+        asked = {process: (each,) for process, each in wanted.items()}
+        answers = self._call("read_rows", asked)
+        lacking = {process: asked[process] for process in asked if answers[process].lacks}
+        for process in lacking:
+            for name in answers[process].lacks:
+                self._send(process, name, saved)
+        return answers | (self._call("read_rows", lacking) if lacking else {})
+
+    def _send(self, process: Any, name: str, saved: CheckpointRows) -> None:
+        """Send a process a file that it does not reach."""
+        file = next(f for layer in saved.layers for f in layer.files if f.name == name)
+        for data in file.parts():
+            self._call("take_row_file", {process: (self._number, name, data)})
+
+    def _call(self, method: str, arguments: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+        """Return what a method of processes returns, however long that takes while they read."""
+        cluster = self._cluster
+        calls = {
+            process: runtime().call(process, method, *given) for process, given in arguments.items()
+        }
+        limit, known = cluster.run_config.deadlines.step, -1
+        until = system().now() + limit
         try:
-            for at, bounds in enumerate(pieces):
-                piece = _piece(records, *bounds)
-                about = self._number, chunk, at, count, directory, piece
-                calls += [runtime().call(holder, "keep_snapshot", *about) for holder in holders]
-                while len(calls) > _AT_ONCE * len(holders):
-                    self._await(calls, holders)
-                size = sum(len(part) for _, part in piece)
-                stands = {"name": dealing.name(chunk), "key": ON_DISK, "plain": False}
-                value = torch.tensor([[self._number, size]])
-                yield chunk, stands | {"start": at, "stop": at + 1}, value
-            while calls:
-                self._await(calls, holders)
+            while not cluster.owner.attend(_LOOK_SECONDS, calls=list(calls.values())):
+                cluster.meanwhile()
+                read = self._progress()
+                if read != known:
+                    known, until = read, system().now() + limit
+                    cluster.extend_deadline()
+                elif system().now() > until:
+                    raise DeadlineError(f"no rows of a checkpoint were read for {limit:g} s")
+            cluster.extend_deadline()
+            names = cluster.names(calls)
+            return dict(
+                zip(calls, cluster.get(list(calls.values()), "read rows", names), strict=True)
+            )
         finally:
-            drop_calls(calls)
+            drop_calls(calls.values())
 
-    def _await(self, calls: list[Any], holders: Sequence[Any]) -> None:
-        """Wait until the oldest piece on its way is written by all its processes."""
-        oldest = calls[: len(holders)]
-        names = self._cluster.names(list(holders))
-        self._cluster.get(oldest, "take rows of a checkpoint", names)
-        del calls[: len(holders)]
-        self._cluster.extend_deadline()
-
-    def drop(self) -> None:
-        """Drop the files: the rows are installed, or will not be."""
-        if self._used:
-            actors = set(self._cluster.actors.values())
-            drop_calls([runtime().call(actor, "drop_snapshot", self._number) for actor in actors])
-
-
-def _is_on_disk(dealing: Dealing, chunk: int) -> bool:
-    """Return whether a shard's rows go by files."""
-    group = dealing.groups[dealing.group_of(chunk)]
-    return group[0].directory is not None and not any(
-        getattr(table.eviction, "half_life", None) for table in group
-    )
-
-
-def _pieces(records: Mapping[str, Record]) -> list[tuple[int, int]]:
-    """Return the first row of each piece, and the one after its last."""
-    rows = {key: value for key, (_, _, value) in records.items() if key in _OF_ROWS}
-    count = len(rows["ids"]) if "ids" in rows else 0
-    width = sum(value.nbytes for value in rows.values()) // max(count, 1)
-    most = max(PIECE_BYTES // max(width, 1), 1)
-    return [(begin, min(begin + most, count)) for begin in range(0, max(count, 1), most)]
-
-
-def _piece(records: Mapping[str, Record], begin: int, end: int) -> PackedPiece:
-    """Return some rows as they lie in a file; with the first ones all that is no array of rows."""
-    found: Records = []
-    for key, (_, about, value) in sorted(records.items()):
-        if key in _OF_ROWS:
-            part = value[begin:end]
-            found.append((about | {"start": begin, "stop": end}, part))
-        elif not begin:
-            found.append((about, value))
-    return packed(found)
+    def _progress(self) -> int:
+        """Return how many bytes processes have read until now."""
+        asked = [runtime().call(process, "rows_read", self._number) for process in self._asked]
+        return sum(
+            self._cluster.get(asked, "say how much it has read", self._cluster.names(self._asked))
+        )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from steepest.checkpoint.rows import TABLES
+from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine.job import Job
 from steepest.core.optim.portable import Record
 from steepest.core.system import system

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -12,12 +14,15 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files, rows
+from steepest.checkpoint.saved_rows import TABLES, ShardMark
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.shared_state import SharedState
+from steepest.core.messages.snapshots import Options
 from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.embedding.row_messages import Bases, RowsToRead
+from steepest.data.storage.places import StoragePlace
+from steepest.embedding.row_messages import MARKS, WRITTEN, Bases, RowsInto, RowsToRead
 from steepest.errors import CheckpointError
 from steepest.runtime.cluster import Cluster
 
@@ -31,7 +36,8 @@ class RowRead:
 
     layout: ParameterLayout
     snapshot: Future[SharedState] | None  # what the servers send; None without tables
-    take: Callable[[], list[Record]] = list  # what has come; has servers send further rows
+    # what has come; has servers send further rows, or write them by options that `RowsInto` has
+    take: Callable[[Options | None], list[Record]] = lambda options: []
     give_up: Callable[[], object] = lambda: None  # fails `snapshot`, unless it is done
 
     @contextlib.contextmanager
@@ -60,32 +66,46 @@ class RowsAsTheyCome(files.RowParts):
     ) -> None:
         self.place: Bases = ()
         self.changes = False
+        self.written: list[dict[str, Any]] = []
+        self._into: RowsInto | None = None
         self._read, self._hurried, self._base = read, hurried, base
-        self._marks: dict[str, int] = {}  # life and version of each shard
+        self._lives: dict[int, int] = {}  # of shards
+        self._marks: dict[int, ShardMark] = {}
+
+    def write_into(self, folder: StoragePlace, stamp: str) -> None:
+        """Have servers write what they have not sent."""
+        self._into = RowsInto(str(folder), stamp)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the rows in parts of some 64 MB.
+        """Yield the rows that servers send in parts of some 64 MB, and a part of nothing whenever some have come.
 
         Raises:
             PeerLostError, ShutdownError: the servers have ended, or have got other chunks.
             DeadlineError: a server has waited too long for a part to be taken.
-            CheckpointError: the rows were given up.
+            CheckpointError: the rows were given up, or a server cannot write them.
         """
         records: list[Record] = []
         size = 0
         for found in self._looks():
-            records += found
-            size += sum(value.nbytes for *_, value in found)
+            if found:
+                yield {}
+            for record in found:
+                if record[1]["key"] == WRITTEN:
+                    self._note(record)
+                else:
+                    records.append(record)
+                    size += record[2].nbytes
             found.clear()
             if size >= _PART_BYTES:
                 yield self._part(records)
                 size = 0
         if records:
             yield self._part(records)
+        self.written.sort(key=lambda file: [int(n) for n in re.findall(r"\d+", file["name"])[-2:]])
+        self.changes = any(mark.since != -1 for mark in self._marks.values())
         numbered = enumerate(self._read.layout.opaque_chunks if self._marks else ())
         self.place = [
-            [chunk, *(self._marks[f"{rows.TABLES}{number}/{key}"] for key in ("life", "updates"))]
-            for number, chunk in numbered
+            [chunk, self._lives[number], self._marks[number].updates] for number, chunk in numbered
         ]
 
     def _looks(self) -> Iterator[list[Record]]:
@@ -98,24 +118,39 @@ class RowsAsTheyCome(files.RowParts):
                 yield system().result(snapshot, seconds).records
                 return
             except FutureTimeoutError:
-                yield self._read.take()
+                yield self._read.take(None if self._into is None else self._into.options())
+
+    def _note(self, record: Record) -> None:
+        """Note what a server has written."""
+        told = json.loads(record[2].numpy().tobytes())
+        if "error" in told:
+            assert self._into is not None
+            raise CheckpointError(
+                f"cannot write a checkpoint to {self._into.folder}: {told['error']}"
+            )
+        self.written += told["files"]
+        for name, mark in told["marks"].items():
+            *known, life = mark
+            shard = int(name.removeprefix(TABLES))
+            clock = max(known[MARKS.index("clock")], 0)
+            self._lives[shard], self._marks[shard] = life, ShardMark(*known)._replace(clock=clock)
 
     def _part(self, records: list[Record]) -> dict[str, torch.Tensor]:
         """Return records as arrays by name; empties the list."""
         part, _ = assemble(self._read.layout, _taken_out(records))
-        for name in [name for name in part if name.endswith(("/life", "/updates"))]:
-            self._marks[name] = int(part[name])
-            if name.endswith("/life"):
-                del part[name]
-        self.changes |= any(name.endswith("/since") for name in part)
+        for shard, arrays in rows.by_shard(part).items():
+            if "life" in arrays:
+                self._lives[shard], self._marks[shard] = int(arrays["life"]), ShardMark.of(arrays)
+                del part[f"{TABLES}{shard}/life"]
         return part
 
     def about(self) -> dict[str, Any]:
-        """Return the base of the checkpoint, if it has only changes."""
+        """Return the marks of the shards, and the base of the checkpoint, if it has only changes."""
+        marks = {"shards": [list(self._marks[shard]) for shard in sorted(self._marks)]}
         if not self.changes:
-            return {}
+            return marks if self._marks else {}
         assert self._base is not None
-        return {"base": asdict(self._base)}
+        return {**marks, "base": asdict(self._base)}
 
 
 def _taken_out(records: list[Record]) -> Iterator[Record]:
@@ -125,25 +160,25 @@ def _taken_out(records: list[Record]) -> Iterator[Record]:
         yield records.pop()
 
 
-def read_apart(cluster: Cluster, since: Bases) -> tuple[SharedState, RowRead]:
+def read_apart(cluster: Cluster, since: Bases | None) -> tuple[SharedState, RowRead]:
     """Return the state without rows, and the rows of the same instant, which are yet to come.
 
     No step may be going on. Training may go on when this returns: the rows are as they are now. Of
-    shards in `since` only what has changed is read, if that is known.
+    shards in `since` only what has changed is read, if that is known; no rows for None.
     """
     client, layout = cluster.client, cluster.job.description.layout
-    if not layout.opaque_chunks:
-        future = cluster.on_router(lambda: client.read("state"))
-        return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
     dense = [chunk.index for chunk in layout.chunks if not chunk.is_opaque]
+    if not layout.opaque_chunks or since is None:
+        future = cluster.on_router(lambda: client.read("state", chunks=dense))
+        return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
 
     def read() -> Sequence[Future[SharedState]]:
         options = RowsToRead(since=since).options()
         later = client.read("state", chunks=layout.opaque_chunks, options=options, held=True)
         return client.read("state", chunks=dense), later
 
-    def take() -> list[Record]:
-        found: list[Record] = cluster.on_router(lambda: client.take(later))
+    def take(options: Options | None) -> list[Record]:
+        found: list[Record] = cluster.on_router(lambda: client.take(later, options))
         return found
 
     def give_up() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from steepest.checkpoint.rows import TABLES
+from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job

@@ -13,7 +13,7 @@ import torch
 
 from steepest.checkpoint import files
 from steepest.checkpoint.replicated_tables import described_replicated, with_tables_of
-from steepest.checkpoint.rows import resumed, together
+from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
@@ -42,7 +42,7 @@ from steepest.runtime.state.job_state import JobState
 from steepest.runtime.state.optimizer_state import OptimizerState
 from steepest.runtime.state.restored_rows import RestoredRows
 from steepest.runtime.state.row_copies import carry_rows, snapshot_in
-from steepest.runtime.state.row_read import RowRead, RowsAsTheyCome, read_apart
+from steepest.runtime.state.row_read import RowRead, read_apart
 from steepest.runtime.state.table_export import table_of
 from steepest.runtime.worker_state import WorkerState
 
@@ -303,7 +303,7 @@ class StateTransfer:
             epoch_ends(plan, self._ends, self._cluster.step)
         return self._ends
 
-    def collect(self, since: Bases = ()) -> tuple[files.Checkpoint, RowRead]:
+    def collect(self, since: Bases | None = ()) -> tuple[files.Checkpoint, RowRead]:
         """Return everything that a checkpoint holds, at one version, but rows of tables; these are yet to come.
 
         No step may be going on. For `since` see `read_apart`.
@@ -332,11 +332,24 @@ class StateTransfer:
             CheckpointError: it is of another model, optimizer or data set, or holds what no job
                 does; nothing has changed.
         """
-        state = resumed(saved.optimizer, int(system().time()))
-        self._place(replace(saved, optimizer=state), where, data)
+        if saved.saved_rows is not None:
+            lies = replace(saved.saved_rows, now=int(system().time()))
+            saved = replace(saved, saved_rows=lies)
+        with self._restoring() as rows:
+            self._place(saved, where, data, rows.read)
 
-    def _place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
-        """Continue from a checkpoint as of now, see `place`."""
+    def _restoring(self) -> RestoredRows:
+        self._restored += 1
+        return RestoredRows(self._cluster, -self._restored)
+
+    def _place(
+        self,
+        saved: files.Checkpoint,
+        where: object,
+        data: str,
+        read: Callable[[CheckpointRows | None], list[Record]],
+    ) -> None:
+        """Continue from a checkpoint as of now, see `place`; `read` returns records that stand for its rows."""
         cluster = self._cluster
         try:
             spec = cluster.job.description.optimizer_spec
@@ -346,23 +359,23 @@ class StateTransfer:
             _check_place(about, cluster.job)
             self._unfreeze(about)
             state = JobState.saved(saved, cluster.job, data)
-            records = state.optimizer.place(cluster)
+            if self._move_schedule(about):
+                state = JobState.saved(saved, cluster.job, data)
+            records = read(saved.saved_rows)
+            records += state.optimizer.place(cluster)
+        except files.DamagedRowsError as error:
+            raise files.DamagedRowsError(
+                f"the checkpoint at {where} is damaged: {error}"
+            ) from error
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint at {where} is not of this job: {error}"
             ) from error
-        if self._move_schedule(about):
-            state = JobState.saved(saved, cluster.job, data)
-            records = state.optimizer.place(cluster)
         before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
-        self._restored += 1
-        rows = RestoredRows(cluster, -self._restored)
         try:
-            self.install(state, rows.sent(records))
+            self.install(state, records)
         except ConfigurationError as error:
             raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
-        finally:
-            rows.drop()
         cluster.rates.restore(state.step, about.get("rates"), about.get("schedule"))
         plan = state.plan
         for epoch, blocks in () if plan is None else plan.begun:
@@ -378,19 +391,17 @@ class StateTransfer:
 
     def import_rows(self, name: str, rows: Any) -> None:
         """Give rows to ids of a table, see `DistributedSGD.import_table`; no step may be going on."""
-        from steepest.checkpoint.imported_rows import imported_rows, with_imported
+        from steepest.checkpoint.imported_rows import imported_rows
 
         dealing, table = table_of(self._cluster, name)
         given = imported_rows(table, rows)
-        saved, to_come = self.collect()
-        with to_come.given_up_on_error():
-            state = {**saved.optimizer, **together(list(RowsAsTheyCome(to_come)))}
-        state, replaced = with_imported(state, dealing, table, given)
-        self._place(replace(saved, optimizer=state), "hand")
-        log.warning(
-            "table %r has %d imported rows, %d of them in place of others; their slots begin anew",
-            name, len(given.ids), replaced,
-        )  # fmt: skip
+        saved, _ = self.collect(None)
+        with self._restoring() as restored:
+            self._place(saved, "hand", "continue", lambda _: restored.given(dealing, table, given))
+            log.warning(
+                "table %r has %d imported rows, %d of them in place of others; their slots begin anew",
+                name, len(given.ids), restored.replaced,
+            )  # fmt: skip
 
     def _unfreeze(self, about: Mapping[str, Any]) -> None:
         """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""

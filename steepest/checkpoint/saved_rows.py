@@ -1,0 +1,180 @@
+"""What the manifests of a checkpoint say of its rows: which files have them, without reading one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load, save
+
+from steepest.checkpoint.safetensors_file import read_tensors
+from steepest.data.storage.files import open_file, storage_of
+from steepest.data.storage.places import StoragePlace
+from steepest.errors import CheckpointError
+
+#: With which names of tables' shards begin, and no parameter's name.
+TABLES = "tables/"
+_PART_BYTES = 16 << 20  # of a file that is sent
+
+
+class ShardMark(NamedTuple):
+    """What a checkpoint says of a shard beside its rows; its fields are in the manifest, in this order."""
+
+    updates: int  # the version of its rows
+    seed: int  # of its first values
+    clock: int = 0  # seconds since the epoch; 0 where no row has a time to live
+    since: int = -1  # the version since which its rows are the changes alone; -1 where they are all
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, torch.Tensor]) -> ShardMark:
+        """Return that of a shard's arrays; CheckpointError: one is missing."""
+        known = {key: arrays[key] for key in cls._fields if key in arrays}
+        if not {"updates", "seed"} <= known.keys() or any(v.numel() != 1 for v in known.values()):
+            raise CheckpointError("a shard of its tables has no number of updates, or no seed")
+        return cls(**{key: int(value) for key, value in known.items()})
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file with rows.
+
+    Attributes:
+        name: its name in its folder.
+        folder: the checkpoint; None where the file is in the driver's memory.
+        about: what `write_tensors` returned of it.
+        shards: of which it has rows; none where that is not known.
+        data: its bytes, without a folder.
+    """
+
+    name: str
+    folder: StoragePlace | None
+    about: Mapping[str, Any]
+    shards: tuple[int, ...]
+    data: bytes = b""
+
+    def has(self, shard: int) -> bool:
+        """Return whether it may have rows of a shard."""
+        return not self.shards or shard in self.shards
+
+    def tensors(
+        self, note: Callable[[int], object] = lambda count: None
+    ) -> dict[str, torch.Tensor]:
+        """Return its tensors; `note` is called with the number of bytes of each block that was read.
+
+        Raises:
+            ValueError, OSError: it is damaged, or not there.
+        """
+        if self.folder is None:
+            return dict(load(self.data))
+        with storage_of(self.folder).on_disk(self.folder / self.name) as path:
+            return read_tensors(path, self.about, note)
+
+    def parts(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield its bytes, (n,) each, for a process that does not reach its folder; CheckpointError: there are none."""
+        if self.folder is None:
+            yield np.frombuffer(self.data, np.uint8)
+            return
+        try:
+            found = storage_of(self.folder).on_disk(self.folder / self.name)
+            with found as path, open_file(path) as file:
+                while part := file.read(_PART_BYTES):
+                    yield np.frombuffer(part, np.uint8)
+        except OSError as error:
+            raise CheckpointError(
+                f"damaged checkpoint at {self.folder}: {self.name}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class RowLayer:
+    """The rows that one checkpoint has: all, or what has changed since the one that it continues."""
+
+    files: tuple[SavedFile, ...]
+    marks: tuple[ShardMark, ...]  # by shard
+
+
+@dataclass(frozen=True)
+class CheckpointRows:
+    """The rows of a checkpoint.
+
+    Attributes:
+        tables: the description of its tables, see `Dealing.description`.
+        layers: the newest first; each but the last has changes since the next.
+        now: the time at which rows' lives go on, in seconds since the epoch; None for where they stood.
+    """
+
+    tables: Sequence[Sequence[Any]]
+    layers: tuple[RowLayer, ...] = field(default=())
+    now: int | None = None
+
+    @property
+    def marks(self) -> tuple[ShardMark, ...]:
+        """The newest of each shard; none of a checkpoint without rows."""
+        return self.layers[0].marks if self.layers else ()
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of tables."""
+        return len({each[4] for each in self.tables})
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of each group."""
+        return len(self.marks) // self.groups if self.groups else 0
+
+    def with_group(
+        self, tables: Sequence[Sequence[Any]], arrays: Sequence[Mapping[str, torch.Tensor]]
+    ) -> CheckpointRows:
+        """Return the same with a further group, given by the arrays of its shards; `tables` describe it, too."""
+        first = len(self.marks)
+        named = {
+            f"{TABLES}{first + at}/{key}": value
+            for at, each in enumerate(arrays)
+            for key, value in each.items()
+        }
+        shards = tuple(range(first, first + len(arrays)))
+        data = save(named)
+        about = {"sha256": hashlib.sha256(data).hexdigest(), "dtypes": {}}
+        file = SavedFile(f"group-{first}.safetensors", None, about, shards, data)
+        newest = self.layers[0] if self.layers else RowLayer((), ())
+        marks = (*newest.marks, *map(ShardMark.of, arrays))
+        return replace(
+            self, tables=tables, layers=(RowLayer((*newest.files, file), marks), *self.layers[1:])
+        )
+
+    def require_sound(self, path: object) -> None:
+        """Check that layers continue each other, and have the same shards; CheckpointError names `path` otherwise."""
+        if (odd := self._odd()) is not None:
+            raise CheckpointError(f"damaged checkpoint at {path}: {odd}")
+
+    def _odd(self) -> str | None:
+        """Return in words why the rows are none of a checkpoint; None if they are."""
+        marks = self.marks
+        if any(len(layer.marks) != len(marks) for layer in self.layers):
+            return "it has other shards of tables than the one that it continues"
+        if marks and (not self.groups or len(marks) % self.groups):
+            return f"it has {len(marks)} shards of {self.groups} groups of tables"
+        for newer, older in zip(self.layers, self.layers[1:], strict=False):
+            for shard, (mark, before) in enumerate(zip(newer.marks, older.marks, strict=True)):
+                if mark.since not in (-1, before.updates):
+                    return f"its rows of {TABLES}{shard} are not changes of these rows"
+        if self.layers and any(mark.since != -1 for mark in self.layers[-1].marks):
+            return "it has changes of rows alone, and names no checkpoint with the others"
+        return None
+
+
+def shards_in(names: Iterable[str]) -> tuple[int, ...]:
+    """Return the numbers of the shards of which names are; CheckpointError: one is of no shard."""
+    found = set()
+    for name in names:
+        if name.startswith(TABLES):
+            number = name.removeprefix(TABLES).partition("/")[0]
+            if not number.isdecimal():
+                raise CheckpointError(f"it has {name!r:.80}, which is of no shard of tables")
+            found.add(int(number))
+    return tuple(sorted(found))

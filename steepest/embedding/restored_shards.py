@@ -1,0 +1,289 @@
+"""Shards with the rows of a checkpoint, which a process makes beside those that its servers have."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from steepest.checkpoint.imported_rows import ImportedRows
+from steepest.checkpoint.manifest import MANIFEST
+from steepest.checkpoint.safetensors_file import read_tensors
+from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
+from steepest.checkpoint.table_moves import TableMoves
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.system import system
+from steepest.core.tensors.layout import Chunk
+from steepest.data.storage.files import storage_of
+from steepest.data.storage.places import StoragePlace
+from steepest.errors import ConfigurationError, ResourcesError
+
+if TYPE_CHECKING:
+    from steepest.tables.dealing import Dealing
+    from steepest.tables.shard import TableShard
+
+
+@dataclass(frozen=True)
+class RowsWanted:
+    """What a process is to read.
+
+    Attributes:
+        number: of the restore.
+        chunks: the shards that its servers hold, each as often as they hold it.
+        dealing: of the job's tables.
+        saved: where the rows lie.
+        dealt: whether rows of a shard may be in other shards of the checkpoint.
+    """
+
+    number: int
+    chunks: Sequence[int]
+    dealing: Dealing
+    saved: CheckpointRows
+    dealt: bool = False
+
+
+class RowsRead(NamedTuple):
+    """What a process answers.
+
+    `lacks`: the files that it cannot reach; `elsewhere`: whether rows are in other shards than they were; `damaged`,
+    `unfit`: why nothing was made, in words, or "".
+    """
+
+    lacks: Sequence[str] = ()
+    elsewhere: bool = False
+    damaged: str = ""
+    unfit: str = ""
+
+
+@runtime_checkable
+class HoldsRows(Protocol):
+    """A shard on its server."""
+
+    chunk: Chunk
+    rows: TableShard
+
+    def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
+        """Return a copy with rows for a table, and how many others they replace; ConfigurationError: no room."""
+
+
+class _ElsewhereError(Exception):
+    """Rows are in other shards than they were."""
+
+
+@dataclass
+class _Given:
+    """Files that the driver has sent, on this machine's disk, and the bytes that were read of all files."""
+
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    names: set[str] = field(default_factory=set)
+    shards: dict[int, list[TableShard]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def take(self, name: str, data: Any) -> None:
+        """Add bytes to a file."""
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="steepest-rows-")
+        with (Path(self.folder.name) / name).open("ab") as file:
+            file.write(data)
+        self.names.add(name)
+        self.nbytes += len(data)
+
+
+class RestoredShards:
+    """The shards that one process has made, by the number of the restore; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Given] = {}
+        self._lock = system().lock()
+
+    def _of(self, number: int) -> _Given:
+        with self._lock:
+            return self._made.setdefault(number, _Given())
+
+    def take_file(self, number: int, name: str, data: Any) -> None:
+        """Keep bytes of a file that the driver sends; ResourcesError: the disk has no room."""
+        try:
+            self._of(number).take(name, data)
+        except OSError as error:
+            raise ResourcesError(
+                f"{tempfile.gettempdir()!r} of {os.uname().nodename} cannot hold rows of a checkpoint, whose place "
+                f"cannot be reached from there: {error}. Make room there, or give checkpoints a place that all "
+                "machines reach, such as s3://bucket/run7"
+            ) from error
+
+    def nbytes(self, number: int) -> int:
+        """Return how many bytes were read until now."""
+        return self._of(number).nbytes
+
+    def read(self, wanted: RowsWanted) -> RowsRead:
+        """Make the shards; ResourcesError: memory or a disk has no room for them."""
+        given = self._of(wanted.number)
+        given.shards.clear()
+        try:
+            for chunk in wanted.chunks:
+                given.shards.setdefault(chunk, [])
+            if lacks := _out_of_reach(wanted, given.names):
+                return RowsRead(lacks=lacks)
+            reader = _Reader(given)
+            for group in sorted(set(map(wanted.dealing.group_of, wanted.chunks))):
+                _read_group(wanted, group, reader, given.shards)
+        except _ElsewhereError:
+            return RowsRead(elsewhere=True)
+        except _UnfitError as error:
+            return RowsRead(unfit=str(error))
+        except (ConfigurationError, _DamagedError) as error:
+            return RowsRead(damaged=str(error))
+        return RowsRead()
+
+    def give(
+        self,
+        number: int,
+        held: Iterable[ChunkStore],
+        name: str,
+        rows: Mapping[int, ImportedRows | None],
+    ) -> dict[int, int]:
+        """Make copies of shards that servers hold, with rows for a table; return by chunk how many others they replace.
+
+        Args:
+            number: of the restore.
+            held: by servers.
+            name: of the table.
+            rows: by chunk; None for a shard that stays as it is.
+
+        Raises:
+            ConfigurationError: the table has no room for them.
+        """
+        shards, replaced = self._of(number).shards, {}
+        for each in held:
+            if isinstance(each, HoldsRows):
+                chunk, shard = each.chunk.index, each.rows
+                if (mine := rows[chunk]) is not None:
+                    shard, replaced[chunk] = each.with_rows(name, mine)
+                shards.setdefault(chunk, []).append(shard)
+        return replaced
+
+    def take(self, number: int, chunk: int) -> TableShard | None:
+        """Return a shard, for a server to have it; None if there is none."""
+        shards = self._of(number).shards.get(chunk, [])
+        return shards.pop() if shards else None
+
+    def has(self, number: int, chunk: int) -> bool:
+        """Return whether there is a shard."""
+        return bool(self._of(number).shards.get(chunk))
+
+    def drop(self, number: int) -> None:
+        """Forget what was made and read."""
+        with self._lock:
+            made = self._made.pop(number, None)
+        if made is not None and made.folder is not None:
+            made.folder.cleanup()
+
+
+class _UnfitError(Exception):
+    """The job's tables cannot have these rows."""
+
+
+class _DamagedError(Exception):
+    """A file is damaged, or not there."""
+
+
+def _read_group(
+    wanted: RowsWanted, group: int, reader: _Reader, made: Mapping[int, list[TableShard]]
+) -> None:
+    """Make the shards of one group."""
+    from steepest.checkpoint.row_pieces import RowPieces, pieces_for
+
+    dealing, saved = wanted.dealing, wanted.saved
+    tables = dealing.groups[group]
+    one_by_one = _is_one_by_one(wanted, group)
+    whole: RowPieces | None = None
+    for chunk in wanted.chunks:
+        if dealing.group_of(chunk) != group:
+            continue
+        if one_by_one or whole is None:
+            at = dealing.shard_of(chunk) if one_by_one else None
+            pieces = pieces_for(saved, dealing, group, reader, at)
+            scored = any(getattr(table.eviction, "half_life", None) for table in tables)
+            if scored or tables[0].directory is None:  # scores are compared with all others
+                pieces = pieces.kept(together=scored)
+            try:
+                pieces.require_sound(tables)
+            except ConfigurationError as error:
+                raise _DamagedError(f"{dealing.name(chunk)}: {error}") from error
+            whole = pieces
+        assert whole is not None
+        shard = dealing.make(chunk, whole.mark.seed)
+        if one_by_one and not shard.has_all_of(whole):
+            raise _ElsewhereError
+        nothing = [replace(shard.export(), counters={})]
+        try:
+            shard.load(whole if len(whole) else nothing, whole.mark.updates, whole.mark.clock)
+        except ConfigurationError as error:
+            raise _UnfitError(str(error)) from error
+        made[chunk].append(shard)
+
+
+def _is_one_by_one(wanted: RowsWanted, group: int) -> bool:
+    """Return whether each shard of a group has the rows that one of the checkpoint had, as far as that can be told."""
+    same = TableMoves(wanted.saved.tables, wanted.dealing).same(group)
+    alike = same is not None and wanted.saved.shards == wanted.dealing.num_shards
+    return alike and not wanted.dealt
+
+
+def _out_of_reach(wanted: RowsWanted, given: Collection[str]) -> list[str]:
+    """Return the files that are needed, and cannot be reached from here."""
+    dealing, saved, needed = wanted.dealing, wanted.saved, set[int]()
+    moves = TableMoves(saved.tables, dealing)
+    for chunk in wanted.chunks:
+        group = dealing.group_of(chunk)
+        alike = _is_one_by_one(wanted, group)
+        for old in moves.numbers(group):
+            shards = (dealing.shard_of(chunk),) if alike else range(saved.shards)
+            needed |= {old * saved.shards + at for at in shards}
+    folders = {file.folder for layer in saved.layers for file in layer.files}
+    away = {folder for folder in folders if folder is None or not reaches(folder / MANIFEST)}
+    return [
+        file.name
+        for layer in saved.layers
+        for file in layer.files
+        if file.folder in away and file.name not in given and any(map(file.has, needed))
+    ]
+
+
+class _Reader:
+    """Files of checkpoints, each read once."""
+
+    def __init__(self, given: _Given) -> None:
+        self._given = given
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+
+    def __call__(self, file: SavedFile) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a file."""
+        key = f"{file.folder}/{file.name}"
+        if key not in self._read:
+            try:
+                if file.name in self._given.names:
+                    assert self._given.folder is not None
+                    path = Path(self._given.folder.name) / file.name
+                    self._read[key] = read_tensors(path, file.about)
+                else:
+                    self._read[key] = file.tensors(self._note)
+            except (OSError, ValueError) as error:
+                raise _DamagedError(f"{file.name}: {error}") from error
+        return self._read[key]
+
+    def _note(self, count: int) -> None:
+        self._given.nbytes += count
+
+
+def reaches(file: StoragePlace) -> bool:
+    """Return whether this process reaches a file of a checkpoint."""
+    try:
+        return bool(storage_of(file).exists(file))
+    except (OSError, ConfigurationError):
+        return False
