@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,13 +25,19 @@ class HeldGradients:
 
     Args:
         optimizers: of the loop.
+        holds_rows: returns whether there are gradients of embedding tables' rows, for the first optimizer's next step.
 
     Attributes:
         awaited: the optimizers, by number, to whose next step gradients of earlier batches belong, as far as is known.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        holds_rows: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.awaited: set[int] = set()
+        self._holds_rows = holds_rows
         self._optimizers = optimizers
         self._left: list[dict[int, _Mark]] = [{} for _ in optimizers]  # by the last step
         self._found: list[dict[int, _Mark]] = [{} for _ in optimizers]  # when the batch began
@@ -40,13 +46,22 @@ class HeldGradients:
     def begin_batch(self) -> bool:
         """Note that a batch begins; return whether an optimizer has a part of a later step."""
         self._found = [self._held(index) for index in range(len(self._optimizers))]
-        self.awaited = {i for i, found in enumerate(self._found) if found and not self._drops[i]}
+        self.awaited = {
+            i
+            for i, drops in enumerate(self._drops)
+            if not drops and (self._found[i] or self._awaits_rows(i))
+        }
         return bool(self.awaited)
 
     @property
     def is_sure(self) -> bool:
         """Whether one of those optimizers has added gradients up before."""
         return any(self._drops[index] is False for index in self.awaited)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether an optimizer is known to step with gradients of several batches."""
+        return False in self._drops
 
     def step(self, index: int) -> None:
         """Note that an optimizer has stepped, by number."""
@@ -60,7 +75,13 @@ class HeldGradients:
     @property
     def holds(self) -> bool:
         """Whether an optimizer has a part of a later step now."""
-        return any(not self._drops[i] and self._held(i) for i in range(len(self._optimizers)))
+        return any(
+            not drops and (self._held(i) or self._awaits_rows(i))
+            for i, drops in enumerate(self._drops)
+        )
+
+    def _awaits_rows(self, index: int) -> bool:
+        return index == 0 and self._holds_rows()
 
     def _held(self, index: int) -> dict[int, _Mark]:
         """Return an optimizer's gradients; none if they are those of its last step, or zero."""

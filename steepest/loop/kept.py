@@ -22,7 +22,10 @@ _LENGTH = (
 class Kept:
     """What a user keeps with the job's state, each an attribute, which may be set."""
 
+    __slots__ = ("__dict__", "_large")
+
     def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._large: dict[str, Any] = {}  # objects whose state is no small one
         vars(self).update(objects)
         for name, value in objects.items():
             if hasattr(value, "state_dict") != hasattr(value, "load_state_dict"):
@@ -34,21 +37,30 @@ class Kept:
                 form_of(value, name)
 
     def state(self, objects: bool = True) -> dict[str, Any]:
-        """Return the states of all objects, and the values; without `objects` small values alone, as copies.
+        """Return the states of all objects, and the values; without `objects` small ones alone, as copies.
 
         Raises:
             ConfigurationError: a value has come to have something in it that cannot be kept.
         """
         if not objects:
-            return {
-                name: copied(form_of(value, name))
-                for name, value in vars(self).items()
-                if not hasattr(value, "state_dict") and is_small(value)
-            }
+            small = {name: self._copy_of(name, value) for name, value in vars(self).items()}
+            return {name: copy for name, copy in small.items() if copy is not None}
         return {
             name: value.state_dict() if hasattr(value, "state_dict") else form_of(value, name)
             for name, value in vars(self).items()
         }
+
+    def _copy_of(self, name: str, value: Any) -> Any:
+        """Return a copy of the state of a small value; None of a large one."""
+        if not hasattr(value, "state_dict"):
+            return copied(form_of(value, name)) if is_small(value) else None
+        if self._large.get(name) is value:
+            return None  # asking for its state may take long
+        state = value.state_dict()
+        if is_small(state):
+            return copied(state)
+        self._large[name] = value
+        return None
 
     def states(self) -> dict[str, Any]:
         """Return what `state` leaves out without `objects`."""
@@ -68,7 +80,8 @@ class Kept:
         for name in vars(self).keys() & state.keys():
             value = vars(self)[name]
             if hasattr(value, "load_state_dict"):
-                value.load_state_dict(state[name])
+                own = state[name]  # with what is in it the object may go on
+                value.load_state_dict(copied(own) if is_small(own) else own)
             else:
                 vars(self)[name] = restored(state[name], value, name, find)
 

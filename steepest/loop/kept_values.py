@@ -164,11 +164,13 @@ def restored(form: Form, old: Any, path: str, find: FindClass) -> Any:
 
 
 def copied(form: Form) -> Form:
-    """Return a form with copies of its tensors and arrays."""
+    """Return a form, or an object's state, with copies of its containers, tensors and arrays."""
     if isinstance(form, torch.Tensor):
-        return form.clone()
+        return form.detach().clone()
     if isinstance(form, np.ndarray):
         return form.copy()
+    if isinstance(form, Mapping):
+        return {key: copied(each) for key, each in form.items()}
     if isinstance(form, (list, tuple)):
         return type(form)(map(copied, form))
     return form

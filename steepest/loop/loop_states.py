@@ -187,7 +187,8 @@ class LoopStates:
         if cursor is None or cursor.place.inside or not cursor.number:
             return False
         waits = self._job.asked is Ask.BATCH or self._is_at_top
-        return waits and self._loop.held.holds
+        held, is_first = self._loop.held, cursor.has_loader and not self._loop.steps.stepping
+        return waits and (held.holds or ((held.adds_up or is_first) and not cursor.place.step))
 
     @property
     def begun(self) -> BegunRound | None:

@@ -516,8 +516,9 @@ class LoopModel(TorchModel):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the values that `state` returned; a loop that stands elsewhere in the job is begun anew."""
         own = dict(state)
-        if (packed := own.pop(LOOP_STATE, None)) is not None:
-            self.session.load(unpack(packed))
+        packed = own.pop(LOOP_STATE, None)
+        if packed is not None and not self.session.load(unpack(packed)):
+            return  # forward passes of the batch in which it is are not made again
         super().load_state(own)
         self._arrived = own if self.loop.is_arriving else None
 

@@ -227,11 +227,14 @@ class Session:
             return self.loop.taken.where.step >= self.job.committed
         return self.job.asked is Ask.BATCH and not self.loop.has_seen_all
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> bool:
         """Go on from a state: a function that stands elsewhere in the job is begun anew.
 
         Args:
             state: as `state` returned it in this or another worker.
+
+        Returns:
+            False where the function stands there already, and goes on with what it has.
         """
         self.loop.gatherer.among_batches |= state["gathers"]
         if self.job.asked is not Ask.BEGIN:
@@ -239,10 +242,11 @@ class Session:
             counts = self.loop.local and not self.loop.together
             elsewhere = counts and state["batches"] != self.loop.batches
             if state["step"] == self.loop.states.steps and not elsewhere:
-                return
+                return False
             self.loop.gatherer.gatherings.drop()
             self.begin_anew(state)
         self.loop.arrive(state)
+        return True
 
     def begin_anew(self, state: dict[str, Any], rounds: Rounds | None = None) -> None:
         """End the function where it is, and run it again up to `prepare`, to go on from a state.

@@ -32,13 +32,16 @@ class SumWeights:
         self.rescale: float | None = None
         self.by_pass, self.has_ended = False, True
         self._before = self._present = 0.0  # weights of the batches before, and of the present one
+        self._alike = (
+            0  # batches before of which each worker has as many samples as of the present one
+        )
         # of the first and of the present batch: samples on this worker, workers, and samples on all
         self._first = self._last = 1.0, 1, 0
         self._is_said = False  # whether the loop has said what a batch of the sum weighs
 
     def state(self) -> list[Any]:
         """Return what is the same on all workers, as plain values, for one that goes on from here."""
-        return [self.by_pass, self._is_said, self.has_ended, self._first[2]]
+        return [self.by_pass, self._is_said, self.has_ended, self._first[2], self._alike]
 
     def load(self, state: Sequence[Any]) -> None:
         """Set what `state` returned; what batches weigh on this worker is what it has seen of them.
@@ -51,7 +54,7 @@ class SumWeights:
                 "the state to go on from is that of a loop of an older version: begin with its weights, by "
                 "model.load_state_dict(), and other checkpoints"
             )
-        self.by_pass, self._is_said, self.has_ended, whole = state
+        self.by_pass, self._is_said, self.has_ended, whole, self._alike = state
         self._first = *self._first[:2], whole
 
     def begin(
@@ -77,7 +80,7 @@ class SumWeights:
         self.rescale, self._last = None, (samples, size, whole)
         if self.has_ended:
             self.scale, self.by_pass, self._is_said, self.has_ended = 1.0, False, False, False
-            self._before, self._present, self._first = 0.0, samples, self._last
+            self._before, self._alike, self._present, self._first = 0.0, 0, samples, self._last
             return
         if self._is_said and size > 1:
             if not self.by_pass:
@@ -86,13 +89,19 @@ class SumWeights:
             return
         # A batch that was passed over weighs nothing. Where shares are alike that is the same to all, and one that a
         # worker alone has passed over, for want of anything to learn, counts.
-        if learned or (self._first[2] and not self._is_said):
+        if self._first[2] and not self._is_said:
+            self._alike += 1
+        elif learned:
             self._before += self._present
         self._present = samples
         differs = whole != self._first[2] or not even
         if whole and differs and not (self.by_pass or self._is_said):
             self.by_pass = True
             self.rescale = _share(*self._first, sums=sums)
+        elif not differs:
+            self._first = (
+                self._last
+            )  # a worker that has entered behind the first batch has not seen that
         if self.by_pass:
             self.scale = _share(*self._last, sums=sums)
 
@@ -129,12 +138,12 @@ class SumWeights:
 
     def step(self) -> None:
         """Note that a step is taken: the next one has gradients of the present batch, as far as is known."""
-        self._before, self.has_ended = 0.0, True
+        self._before, self._alike, self.has_ended = 0.0, 0, True
 
     @property
     def weight(self) -> float:
         """What this worker's part of the step's update weighs."""
-        return 1.0 if self.by_pass else self._before + self._present
+        return 1.0 if self.by_pass else self._before + self._alike * self._last[0] + self._present
 
     @property
     def counts_said(self) -> bool:

@@ -255,7 +255,7 @@ class UserLoop:
             self.prepared.model.adopt(prepared.model)
             prepared = replace(prepared, model=self.prepared.model)
         self.prepared, self.cursor, self.sums = prepared, prepared.cursor, prepared.sums
-        self.held = HeldGradients(prepared.optimizers)
+        self.held = HeldGradients(prepared.optimizers, lambda: prepared.model.rows.has_gradients)
         self.steps.take_over(prepared)
         if prepared.closures:
             prepared.model.expect_trials()
@@ -677,7 +677,10 @@ class UserLoop:
 
     def _begin_batch(self, cursor: Cursor) -> None:
         """Note that the next batch, or round, begins, whose gradients may be added to those of batches before."""
-        holds = self.held.begin_batch() or (not cursor.place.step and self._holds_gradients)
+        holds = self.held.begin_batch()
+        if not cursor.place.step:  # of a sum this worker may have had nothing to learn yet
+            is_first = cursor.has_loader and not self.steps.stepping
+            holds |= is_first or self.held.adds_up or self._holds_gradients
         cursor.is_sure = self.held.is_sure
         if cursor.has_other_size(self.job.size):
             self._tell_of_other_size(holds=cursor.is_sure)

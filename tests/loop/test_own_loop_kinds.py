@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,48 @@ def unfreezing(parts: Parts, epochs: int) -> None:
             step(parts, *batch)
 
 
+def without_the_first(parts: Parts, epochs: int) -> None:
+    """The first batch of an epoch, of as many samples as the next one, is left out."""
+    for _ in steepest.epochs(epochs):
+        for number, batch in enumerate(parts.loader):
+            if number:
+                step(parts, *batch)
+
+
+def with_a_mean(parts: Parts, epochs: int) -> None:
+    """Several steps for a batch, behind each of which a mean of the weights follows, which is a part of the loss."""
+    mean = copy.deepcopy(parts.model)
+    steepest.register(mean=mean)
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader, 1):
+            for _ in range(number):
+                with torch.no_grad():
+                    wanted = mean(x)
+                step(parts, x, (y + wanted) / 2)
+                with torch.no_grad():
+                    for old, new in zip(mean.parameters(), parts.model.parameters(), strict=True):
+                        old.mul_(0.8).add_(new, alpha=0.2)
+
+
+def by_a_schedule(parts: Parts, epochs: int) -> None:
+    """A schedule that is registered, and is stepped for each of two batches whose gradients are added up."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(parts.optimizer, lambda at: 1 / (1 + at))
+    steepest.register(schedule=schedule)
+    for _ in steepest.epochs(epochs):
+        for number, batch in enumerate(parts.loader, 1):
+            learn(parts, *batch, 0.5)
+            if number % 2 == 0 or number == len(parts.loader):
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the optimizer has not stepped
+                schedule.step()
+
+
 KINDS: tuple[Callable[[Parts, int], None], ...] = (
     *(warming_up, over_epochs, whole_epochs, passes, by_hand, left_early),
-    *(with_a_teacher, by_all_outputs, unfreezing, several_steps),
+    *(with_a_teacher, by_all_outputs, unfreezing, several_steps, without_the_first, with_a_mean),
+    by_a_schedule,
 )
 
 
