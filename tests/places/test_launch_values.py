@@ -17,7 +17,7 @@ from tests.kuberay import check, refused, rendered
 
 def of_the_page() -> str:
     (found,) = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "docs/howto/kubernetes.md").read_text(), re.S
+        r"```yaml\n(.*?)```", (ROOT / "docs/howto/kubernetes_values.md").read_text(), re.S
     )
     return str(found)
 

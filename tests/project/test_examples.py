@@ -72,6 +72,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
         ("own_strategy", "sklearn", "demo"),
         pytest.param("ray_data", "sklearn", "demo", marks=pytest.mark.long),
         pytest.param("ray_tune", "sklearn", "demo", marks=pytest.mark.long),
+        pytest.param("ray_tune_population", "sklearn", "demo", marks=pytest.mark.long),
         ("wide_and_deep", "sklearn", "demo"),
         ("mnist_keras", "keras", "tensorflow"),
     ],
