@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> tune.ResultGrid:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rates", nargs="+", type=float, default=[0.3, 0.0003])
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="of each trial")
     parser.add_argument("--results", help="where Tune keeps its files; by default ~/ray_results")
     options = parser.parse_args(argv)

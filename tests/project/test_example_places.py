@@ -148,26 +148,6 @@ def test_tune_finds_the_better_rate(
     assert re.search(r"learning rate 0\.001 *: accuracy [\d.]+% after 2 epochs", printed)
 
 
-@pytest.mark.full
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore:Consider boosting PBT")
-@pytest.mark.usefixtures("ray_cluster")
-def test_trials_of_a_population_go_on_from_checkpoints(
-    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One after its process was killed, the other from the state of the first, which does better."""
-    pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
-    results = example("ray_tune_population").main(["--workers", "1", "--results", str(tmp_path)])
-    assert [result.metrics["epoch"] for result in results] == [6, 6]
-    died, worse = sorted(results, key=lambda result: not result.metrics["config"]["dies"])
-    frame = died.metrics_dataframe
-    assert list(frame["epoch"]) == [1, 2, 3, 4, 5, 6]  # none twice, none missing
-    assert set(frame["begun"][1:3]) == {1}, "it went on from the epoch before its death"
-    frame = worse.metrics_dataframe
-    assert frame["accuracy"][frame["epoch"] <= 3].max() < 0.5 < frame["accuracy"].iloc[-1]
-    assert "its process began after epoch 3" in capsys.readouterr().out
-
-
 # -- JAX -----------------------------------------------------------------------------------------------
 
 
