@@ -330,6 +330,8 @@ class Cursor:
         self.samples_of_all = self.whole
         if isinstance(batch, Drawn):
             self.samples = batch.samples if self.samples else 0
+            if not self.deals_evenly:
+                self.samples_of_all = 0
             if isinstance(self._source, DrawnSource):
                 at = plan.position(step)
                 self.samples_of_all = sum(

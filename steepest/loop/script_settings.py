@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from steepest.errors import ConfigurationError
-from steepest.loop.kept import pack
+from steepest.loop.kept import Kept, pack
+from steepest.loop.losses import line_of_user
 from steepest.loop.prepared import Prepared
 
 Scheduler = LRScheduler | ReduceLROnPlateau
@@ -230,6 +231,28 @@ def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
             if len(prepared.optimizers) == 1:
                 raise ConfigurationError(told)
             warnings.warn(told, stacklevel=2)
+
+
+def tell_of_schedules(prepared: Prepared, kept: Kept | None) -> None:
+    """Warn of schedules that begin anew in a worker that takes another's place, as no one has given them to steepest.
+
+    Args:
+        prepared: what was given to `prepare`.
+        kept: what was given to `register`; None for nothing.
+    """
+    kept_ones = () if kept is None else vars(kept).values()
+    known = {id(getattr(each, "optimizer", None)) for each in (*prepared.schedulers, *kept_ones)}
+    for each in prepared.given:
+        if not isinstance(each, torch.optim.Optimizer) or id(each) in known:
+            continue
+        if any("initial_lr" in group for group in each.param_groups):
+            known.add(id(each))
+            warnings.warn(
+                f"a scheduler of this {type(each).__name__}, which has set initial_lr, was given neither to "
+                "steepest.prepare() nor, as one that is made behind that, to steepest.register(scheduler=scheduler): "
+                "it begins anew in a worker that takes another's place, and where the run goes on from a checkpoint",
+                stacklevel=line_of_user(),
+            )
 
 
 def lengths_of(scheduler: Any) -> Iterator[tuple[str, int]]:

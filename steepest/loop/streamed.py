@@ -102,7 +102,7 @@ class StreamedSource:
 
     def __init__(self, stream: Stream, whole: int) -> None:
         self.size, self.drop_last, self._stream = stream.size, stream.drop_last, stream
-        self.contents = stream.contents
+        self.contents, self.of_batches = stream.contents, stream.of_batches
         stream.keeps = _KEPT_STEPS * whole
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Drawn]:

@@ -71,7 +71,7 @@ class SumWeights:
 
         Args:
             samples: of the batch, on this worker.
-            whole: on all of them; 0 where nobody knows it.
+            whole: on all of them; 0 where nobody knows it. Then workers tell each other unless it is dealt alike.
             size: the number of workers.
             sums: whether losses add up samples; otherwise they are means.
             learned: whether there was a backward pass in the batch before.
@@ -82,10 +82,11 @@ class SumWeights:
             self.scale, self.by_pass, self._is_said, self.has_ended = 1.0, False, False, False
             self._before, self._alike, self._present, self._first = 0.0, 0, samples, self._last
             return
-        if self._is_said and size > 1:
+        is_unknown = not (whole or even)
+        if size > 1 and (self._is_said or is_unknown):
             if not self.by_pass:
                 self.by_pass, self.rescale = True, self._said_share(self._present, size)
-            self.scale = None
+            self.scale = None if self._is_said else self._said_share(samples, size)
             return
         # A batch that was passed over weighs nothing. Where shares are alike that is the same to all, and one that a
         # worker alone has passed over, for want of anything to learn, counts.

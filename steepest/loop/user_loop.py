@@ -33,7 +33,7 @@ from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.place import LoopPlace
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
-from steepest.loop.script_settings import ScriptSettings, check_lengths
+from steepest.loop.script_settings import ScriptSettings, check_lengths, tell_of_schedules
 from steepest.loop.standing_in import StandIn
 from steepest.loop.sum_weights import SumWeights
 from steepest.loop.ticks import Schedules
@@ -280,6 +280,8 @@ class UserLoop:
         assert self.settings is not None
         self.settings.state["epochs"] = count
         check_lengths(self.prepared, count, self.job.size)
+        if not self.job.rank or self.arriving is not None:
+            tell_of_schedules(self.prepared, self.kept)
         pending = self.pending
         self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
         self._left = self.epoch - 1

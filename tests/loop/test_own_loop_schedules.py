@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import (
 
 import steepest
 from steepest.errors import ConfigurationError, ModelRaisedError
-from tests.own_loop_runs import InterruptedRunError, Interrupts, run
-from tests.own_loops import Script, by_epoch, plain
-from tests.reference import samples, sgd
+from tests.own_loop_runs import InterruptedRunError, Interrupts, run, without
+from tests.own_loops import Parts, Script, by_epoch, plain
+from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 
@@ -185,3 +185,32 @@ def test_what_metrics_have_made_of_the_rate_stays(tmp_path: Path) -> None:
     assert rates(found.steps, 9) == [pytest.approx(0.01)] * 3
     assert "lr stays 0.01" in said
     assert said.endswith("as the loop or metrics have set it")
+
+
+def behind_prepare(parts: Parts, epochs: int) -> None:
+    """A schedule for all steps, which is made behind `prepare`, and is registered."""
+    total = epochs * len(parts.loader)
+    schedule = OneCycleLR(parts.optimizer, 0.3, total)
+    steepest.register(schedule=schedule)
+    parts.schedulers = (schedule,)
+    plain(parts, epochs)
+
+
+def of_nobody(parts: Parts, epochs: int) -> None:
+    """The same, of which steepest is not told."""
+    ExponentialLR(parts.optimizer, 0.9)
+    plain(parts, epochs)
+
+
+def test_a_schedule_that_is_made_behind_prepare_is_registered(tmp_path: Path) -> None:
+    script = Script(behind_prepare, optimizer=sgd(momentum=0.9), epochs=2)
+    right, checkpoints = script.alone(3), steepest.Checkpoints(tmp_path / "run", every=1)
+    assert difference(without(script, 3, 1, 2).weights, right) < 1e-12
+    with pytest.raises(InterruptedRunError):
+        run(script, 3, checkpoints=checkpoints, callbacks=[Interrupts(2)])
+    assert difference(run(script, 3, checkpoints=checkpoints).weights, right) < 1e-12
+
+
+def test_a_schedule_of_which_steepest_is_not_told_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="a scheduler of this SGD, which has set initial_lr"):
+        run(Script(of_nobody, epochs=1), 2)

@@ -67,6 +67,11 @@ class Batched(Records):
             begin += size
 
 
+class BatchedInNumber(Batched):
+    def __len__(self) -> int:
+        return 5
+
+
 class Streamed(Script):
     """A script whose data are iterable."""
 
@@ -124,9 +129,9 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def streamed(data_set: Any, **more: Any) -> Streamed:
-    script = Streamed(loop, perceptron, adam, **more)
+    script = Streamed(**({"loop": loop, "model": perceptron, "optimizer": adam} | more))
     script.__dict__["data_set"] = data_set
-    if data_set is Batched:
+    if issubclass(data_set, Batched):
         script.__dict__["size"] = None
     return script
 
@@ -137,6 +142,27 @@ def streamed(data_set: Any, **more: Any) -> Streamed:
 def test_each_sample_is_one_workers(data_set: Any, workers: int) -> None:
     script = streamed(data_set)
     assert difference(run(script, workers).weights, script.alone(workers)) < 1e-12
+
+
+def adding_up(parts: Parts, epochs: int) -> None:
+    """A step for two batches, also over an epoch's end."""
+    kept = steepest.register(batches=0)
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            pause(1e-3)
+            (nn.functional.mse_loss(parts.model(x), y) / 2).backward()
+            kept.batches += 1
+            if kept.batches % 2 == 0:
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("data_set", [Batched, BatchedInNumber])
+def test_gradients_of_batches_of_several_sizes_are_added_up(data_set: Any) -> None:
+    script = streamed(data_set, loop=adding_up)
+    right = script.alone(3)
+    assert difference(run(script, 3).weights, right) < 1e-12
+    assert difference(without(script, 3, 1, 1).weights, right) < 1e-12
 
 
 @pytest.mark.few(1)
