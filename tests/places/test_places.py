@@ -28,6 +28,7 @@ def commands() -> list[str]:
     """Lines of the pages' shell examples."""
     text = "".join((ROOT / page).read_text() for page in PAGES)
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    blocks = [block.replace("\\\n", " ") for block in blocks]
     for block in blocks:
         assert len(block.splitlines()) <= 3, "three commands from a fresh machine"
     return [line for block in blocks for line in block.splitlines()]
