@@ -30,8 +30,8 @@ class JobRecord:
     - "workers": "first", the first step of a span of steps of which `step` is the last; "spent": by worker
       [steps, seconds of data, of computing, of waiting], the seconds as means; in the newest row "last":
       [step, time, [[worker, data, compute, wait], ...]] of each of the last steps.
-    - "job": "format", "steepest" (its version), "strategy", "samples" (of a step), and "processes":
-      [name, node, host, pid] of each.
+    - "job": "format", "steepest" (its version), "strategy", "samples" (of a step), "settings" by name, in words, and
+      "processes": [name, node, host, pid] of each.
     - "checkpoint": "paused" and "written", the seconds for which training paused for it, and in which it was written.
 
     A span is at least a second of training long, and at least a hundredth of the run: a run of days has

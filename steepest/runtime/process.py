@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -610,12 +611,16 @@ class ProcessActor:
             self.router.call(functools.partial(member.abandon, number, reason))
 
     def counters(self) -> dict[str, Any]:
-        """Return frames refused, bytes sent and resident, rows of tables, what servers spent; also amid a step."""
+        """Return frames refused, bytes sent and resident, processor time, rows of tables, what servers spent.
+
+        Also amid a step.
+        """
         refused = self.router.refused + self._transport.refused
         return {
             "refused": refused,
             "bytes_sent": self._transport.bytes_sent,
             "resident": _resident_bytes(),
+            "processor": time.process_time(),
             "tables": table_counts(self._servers),
             "now": system().now(),
             "servers": [server.spent for server in self._servers],

@@ -314,7 +314,9 @@ def test_no_other_module_reads_the_environment() -> None:
     }
     # a place to run is told of its job by variables, and hands them on to the program; a forked worker takes over
     # all of those with which Ray starts it, and programs that raylets start import nothing of the package
-    forks = {"prefork/template.py", "prefork/worker_start.py", "runtime/no_agent.py"}
+    forks = {
+        f"runtime/{name}.py" for name in ("prefork/template", "prefork/worker_start", "no_agent")
+    }
     assert readers == {"config/run.py", "places/sagemaker.py", *forks}
 
 

@@ -47,7 +47,7 @@ from tests.step_callbacks import After
 @pytest.fixture(autouse=True)
 def _charts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stands in for plotly, which is an extra; addresses are kept apart from those of real jobs."""
-    for user in ("driver.trainer", "observe.page.server"):
+    for user in ("runtime.driver.trainer", "observe.page.server"):
         monkeypatch.setattr(f"steepest.{user}.chart_script", lambda: "var Plotly = {};")
     monkeypatch.setattr(addresses.tempfile, "gettempdir", lambda: str(tmp_path))
 
@@ -297,6 +297,19 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         assert [each["name"] for each in told["processes"]] == [p.name for p in trainer.processes()]
         assert told["live"]
         assert not told["training"]
+        assert told["goal"] == 20
+        settings = told["about"]["settings"]
+        assert settings["strategy"] == "ParameterServerStrategy(num_servers=2)"
+        assert settings["optimizer"].startswith("SGD(lr=")
+        assert settings["seed"] == "0"
+        assert "torch" in settings["versions"]
+        for _ in range(2):  # what is used in a second takes two looks
+            live._ask()
+            pause(1.0)
+        for process in live.told(Known())["processes"]:
+            assert process["memory"] > 0
+            assert process["processor"] >= 0
+            assert process["sent"] >= 0
         assert {worker for _, _, each in told["workers"]["lanes"] for worker, *_ in each} == {0, 1}
     assert all(last <= step + 4 for step, last in seen)
 

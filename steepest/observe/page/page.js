@@ -2,7 +2,7 @@
   const FORMAT = 1, EVERY = 500, MOST_MARKS = 200, WORST = 8;
   const DEATHS = new Set(["replaced", "left", "recovered"]);
   const SLOW = 0.7; // a score below which a worker is called slow
-  let data = null, byTime = false, failing = 0, token = "";
+  let data = null, byTime = false, byLog = false, smoothing = 0, failing = 0, token = "";
 
   const place = (row) => byTime ? new Date(row.time * 1000) : row.step;
   // vertical lines, on an axis of their own from 0 to 1; as curves, which take much less time than shapes
@@ -26,6 +26,7 @@
     "staleness": "staleness, in updates", "bytes": "bytes of a step",
   };
   const FIRST = ["loss", "samples per second", "learning rate", "gradient norm", "seconds", "staleness", "bytes", "processes"];
+  const EXACT = new Set(["learning rate", "bytes", "processes"]); // are what they are: not smoothed
   const FROM_ZERO = new Set(["samples per second", "learning rate", "seconds", "bytes", "processes"]);
   const derived = () => {
     const { sums, steps } = data.curves, found = {};
@@ -71,11 +72,23 @@
     byId("width").textContent = width > 1 ? `each point is the mean of ${width} steps, its band reaches from the least to the greatest` : "";
   };
 
+  // an exponential mean of what came so far, without the weight of the time before the first value
+  const smoothed = (values) => {
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      if (!isNumber(value)) return value;
+      sum = smoothing * sum + (1 - smoothing) * value;
+      weight = smoothing * weight + (1 - smoothing);
+      return sum / weight;
+    });
+  };
+
   const drawCurve = (box, group, names, all) => {
     const xs = byTime ? data.curves.time.map((t) => new Date(t * 1000)) : data.curves.step;
     const traces = [];
     names.forEach((name, at) => {
       const [mean, least, most] = all[name], colour = PALETTE[at % PALETTE.length];
+      const ys = smoothing && !EXACT.has(group) ? smoothed(mean) : mean;
       const label = name === "metrics/loss" ? "reported by the script" : name.includes("/") && !name.startsWith("metrics/") ? name.split("/").slice(1).join("/") : group;
       if (most) {
         const band = { x: xs, type: "scatter", mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", showlegend: false };
@@ -83,8 +96,9 @@
       }
       // what few steps have, such as a report of an epoch, is joined over the others
       const rare = 2 * mean.filter(isNumber).length < xs.length || xs.length < 3;
-      traces.push({ x: xs, y: mean, name: label, type: "scatter", mode: rare ? "lines+markers" : "lines", connectgaps: rare, line: { width: 1.6, color: colour }, marker: { size: 5 } });
+      traces.push({ x: xs, y: ys, name: label, type: "scatter", mode: rare ? "lines+markers" : "lines", connectgaps: rare, line: { width: 1.6, color: colour }, marker: { size: 5 } });
     });
+    const logs = byLog && group !== "processes";
     const metric = (row) => group === "loss" ? row.loss : (row.metrics || {})[group];
     const seen = group === "loss" || names[0].startsWith("metrics/") ? data.evaluations.filter((row) => isNumber(metric(row))) : [];
     if (seen.length) {
@@ -94,7 +108,7 @@
       });
     }
     plot(box, [...traces, ...marks()], { yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true }, showlegend: names.length > 1 || seen.length > 0, xaxis: { tickformat: byTime ? undefined : "~s" },
-      yaxis: { tickformat: group === "bytes" ? "~s" : undefined, rangemode: FROM_ZERO.has(group) ? "tozero" : "normal" } });
+      yaxis: { tickformat: group === "bytes" ? "~s" : undefined, exponentformat: "power", type: logs ? "log" : "linear", rangemode: FROM_ZERO.has(group) && !logs ? "tozero" : "normal" } });
   };
 
   // -- workers -------------------------------------------------------------------------------
@@ -204,9 +218,19 @@
   };
 
   const drawProcesses = () => {
-    const rows = data.processes.map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–"]);
-    byId("processes").replaceChildren(rows.length ? table(["process", "host", "node", "pid", "memory"], rows) : element("p", "Nothing is known of them.", "quiet"));
+    const rows = data.processes.map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–",
+      isNumber(each.processor) ? `${Math.round(100 * each.processor)} %` : "–", isNumber(each.sent) ? `${bytes(each.sent)}/s` : "–"]);
+    byId("processes").replaceChildren(rows.length ? table(["process", "host", "node", "pid", "memory", "processor", "sends"], rows) : element("p", "Nothing is known of them.", "quiet"));
     byId("stacks").hidden = !data.live;
+  };
+
+  // seconds that the steps to come of the present call take, by the pace of the last ones
+  const timeLeft = () => {
+    const { step, steps, sums } = data.curves, count = data.goal - data.about.step;
+    if (!data.live || !data.training || !(count > 0 && count < 1e9) || !sums.seconds) return null;
+    let many = 0, passed = 0;
+    for (let at = step.length - 1; at >= 0 && (passed < 10 || many < 10); at -= 1) { many += steps[at]; passed += sums.seconds[at] || 0; }
+    return many ? duration(count * passed / many) : null;
   };
 
   const drawHead = () => {
@@ -217,16 +241,20 @@
       data.live ? (data.training ? "live: training" : "live: idle") : `as it was when it was last written, ${moment(about.time)}`;
     byId("notes").replaceChildren(...about.notes.map((note) => element("p", note)));
     const last = rate ? rate[0][rate[0].length - 1] : null;
+    const one = (name, many) => many === 1 ? name.slice(0, -1) : name;
     const figures = [
       ["step", number(about.step)], ["epoch", isNumber(about.epoch) ? number(about.epoch) : null], ["loss", number(about.loss)], ["samples/s", isNumber(last) ? number(last) : null],
-      ["samples", number(about.samples)], ["strategy", about.strategy || null], ["workers", number(about.workers)], ["servers", number(about.servers)],
-      ["training", duration(about.seconds)], ["pushed", bytes(about.pushed)], ["pulled", bytes(about.pulled)],
+      ["samples", number(about.samples)], ["strategy", about.strategy || null], [one("workers", about.workers), number(about.workers)], [one("servers", about.servers), number(about.servers)],
+      ["training", duration(about.seconds)], ["left", timeLeft()], ["pushed", bytes(about.pushed)], ["pulled", bytes(about.pulled)],
     ].filter(([, value]) => value !== null);
     byId("figures").replaceChildren(...figures.map(([name, value]) => {
       const item = element("li");
       item.append(element("b", value), element("span", name));
       return item;
     }));
+    const settings = Object.entries(about.settings || {});
+    byId("settings").hidden = !settings.length;
+    byId("told").replaceChildren(...settings.flatMap(([name, value]) => [element("dt", name), element("dd", value)]));
     byId("made").textContent = `made ${moment(about.made)}${about.steepest ? `, of a run of steepest ${about.steepest}` : ""}`;
   };
 
@@ -291,6 +319,15 @@
       if (data) drawCurves();
     });
   }
+  byId("log").addEventListener("click", () => {
+    byLog = !byLog;
+    byId("log").setAttribute("aria-pressed", String(byLog));
+    if (data) drawCurves();
+  });
+  byId("smooth").addEventListener("input", () => {
+    smoothing = Number(byId("smooth").value);
+    if (data) drawCurves();
+  });
   dark.addEventListener("change", () => { if (data) draw(); });
   requestAnimationFrame(() => setTimeout(loadCharts));
   const kept = byId("data");

@@ -100,6 +100,8 @@ class RunView:
             self._about = {name: row.get(name) or "" for name in ("strategy", "steepest")}
             self._about = {name: str(value) for name, value in self._about.items()}
             self._about["samples"] = plain(row.get("samples"))
+            told = row.get("settings") or {}
+            self._about["settings"] = {str(name): str(value) for name, value in told.items()}
             self._processes = [
                 {"name": str(name), "node": str(node), "host": str(host), "pid": plain(pid)}
                 for name, node, host, pid in row.get("processes", ())
@@ -178,6 +180,7 @@ class RunView:
             "strategy": self._about.get("strategy", ""),
             "batch": self._about.get("samples"),
             "steepest": self._about.get("steepest", ""),
+            "settings": self._about.get("settings", {}),
             "samples": self._samples,
             "pushed": self._bytes[0],
             "pulled": self._bytes[1],

@@ -90,7 +90,9 @@ class LiveRun:
             0  # how far the history and its record have been read
         )
         self._read = -math.inf
-        self._memory: dict[str, int] = {}
+        # by process: memory, and what it has used since the look before, of a processor and of the network in a second
+        self._used: dict[str, dict[str, float]] = {}
+        self._counted: dict[str, tuple[float, float, float]] = {}  # see `_ask`
         self._servers = ServerTimes()
         self._looked = -math.inf
         self._looking = False
@@ -105,6 +107,7 @@ class LiveRun:
             now = {
                 "live": True,
                 "training": self._training.running,
+                "goal": self._training.goal,
                 "processes": self._processes(),
                 "servers": self._servers.told(),
             }
@@ -136,13 +139,13 @@ class LiveRun:
                 "node": place.node,
                 "host": place.host,
                 "pid": place.pid,
-                "memory": self._memory.get(str(peer)),
+                **self._used.get(str(peer), {}),
             }
             for peer, place in sorted(self._cluster.places.items())
         ]
 
     def _look(self) -> None:
-        """Have a thread ask for the processes' memory, if that was long ago and none does."""
+        """Have a thread ask what the processes use, if that was long ago and none does."""
         with self._lock:
             if self._looking or system().now() - self._looked < _MEMORY_SECONDS:
                 return
@@ -152,7 +155,22 @@ class LiveRun:
     def _ask(self) -> None:
         try:
             found = ask_all(dict(self._cluster.actors), "counters")
-            self._memory = {str(peer): each["resident"] for peer, each in found.items()}
+            counted = {
+                str(peer): (each["now"], each["processor"], each["bytes_sent"])
+                for peer, each in found.items()
+            }
+            used: dict[str, dict[str, float]] = {}
+            for peer, each in found.items():
+                used[str(peer)] = {"memory": each["resident"]}
+                now, processor, sent = counted[str(peer)]
+                before, earlier, less = self._counted.get(str(peer), (now, processor, sent))
+                if now > before and processor >= earlier:  # else it is another process
+                    passed = now - before
+                    used[str(peer)] |= {
+                        "processor": (processor - earlier) / passed,
+                        "sent": (sent - less) / passed,
+                    }
+            self._used, self._counted = used, counted
             self._servers.add(
                 {str(peer): (each["now"], each["servers"]) for peer, each in sorted(found.items())}
             )

@@ -24,6 +24,7 @@ from steepest.observe.results import StepResult
 from steepest.runtime.activity import Activity
 from steepest.runtime.calls import ALIKE_SECONDS, drop_calls, has_answered
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.driver.job_settings import settings_of
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.owner import Moment, Request, owned
 from steepest.runtime.recovery.supervisor import Supervisor
@@ -106,6 +107,7 @@ class Training:
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self.owner = cluster.owner
         self.running = False  # whether workers are at work
+        self.goal = 0  # steps to be committed when the present, or last, call has ended
         self.samples = 0  # sums over all steps so far
         self.seconds = 0.0
         self.bytes_pushed = 0
@@ -163,10 +165,11 @@ class Training:
 
     def _goal(self, run: StepRun) -> int:
         """Return the number of steps to be committed; after `stop` as many as were begun, or committed at any time."""
+        self.goal = run.end()
         if not self.stopping or run.thread is None:
-            return run.end()
+            return self.goal
         begun = math.ceil(self.version / self.cluster.job.versions_per_step)
-        return min(run.end(), max(self._newest, begun))
+        return min(self.goal, max(self._newest, begun))
 
     # -- for the caller ----------------------------------------------------------------------------
 
@@ -427,6 +430,7 @@ class Training:
         about = {
             "strategy": job.config.name,
             "samples": job.global_batch,
+            "settings": settings_of(job),
             "processes": [
                 [str(peer), place.node, place.host, place.pid]
                 for peer, place in sorted(cluster.places.items())
