@@ -25,7 +25,7 @@ from steepest.loop.model import LoopModel
 from steepest.loop.own_buffers import tell_of_own_buffers
 from steepest.loop.prepared import Prepared
 from steepest.loop.streamed import StreamCursor
-from steepest.loop.table_rows import connect_alone
+from steepest.loop.table_rows import clip_alone, connect_alone
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.loop.user_loop import UserLoop, calling, current, seen_from
 from steepest.validation import require_count
@@ -396,7 +396,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     """Clip the gradient of the whole batch by its norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
 
     Call it between backward() and step(). What is clipped is the mean over the workers, where it is applied; torch's
-    own function would clip each worker's gradient by itself. Outside of `steepest.run` it is torch's.
+    own function would clip each worker's gradient by itself. Outside of `steepest.run` it is torch's, with the rows of
+    embedding tables.
 
     Args:
         parameters: all that an optimizer trains: with several, each call is for the next step of one.
@@ -411,7 +412,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     """
     loop = calling("clip_grad_norm_")
     if loop is None:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return clip_alone(parameters, max_norm)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     return loop.steps.clip_norm(given, max_norm)
 

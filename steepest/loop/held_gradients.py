@@ -25,7 +25,8 @@ class HeldGradients:
 
     Args:
         optimizers: of the loop.
-        holds_rows: returns whether there are gradients of embedding tables' rows, for the first optimizer's next step.
+        holds_rows: returns whether there are gradients of embedding tables' rows, for the first optimizer's next
+            step; None without tables.
 
     Attributes:
         awaited: the optimizers, by number, to whose next step gradients of earlier batches belong, as far as is known.
@@ -34,7 +35,7 @@ class HeldGradients:
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        holds_rows: Callable[[], bool] = lambda: False,
+        holds_rows: Callable[[], bool] | None = None,
     ) -> None:
         self.awaited: set[int] = set()
         self._holds_rows = holds_rows
@@ -46,10 +47,9 @@ class HeldGradients:
     def begin_batch(self) -> bool:
         """Note that a batch begins; return whether an optimizer has a part of a later step."""
         self._found = [self._held(index) for index in range(len(self._optimizers))]
+        rows = None if self._holds_rows is None else self._of_rows()
         self.awaited = {
-            i
-            for i, drops in enumerate(self._drops)
-            if not drops and (self._found[i] or self._awaits_rows(i))
+            i for i, drops in enumerate(self._drops) if not drops and (self._found[i] or i == rows)
         }
         return bool(self.awaited)
 
@@ -75,13 +75,15 @@ class HeldGradients:
     @property
     def holds(self) -> bool:
         """Whether an optimizer has a part of a later step now."""
+        rows = None if self._holds_rows is None else self._of_rows()
         return any(
-            not drops and (self._held(i) or self._awaits_rows(i))
-            for i, drops in enumerate(self._drops)
+            not drops and (i == rows or self._held(i)) for i, drops in enumerate(self._drops)
         )
 
-    def _awaits_rows(self, index: int) -> bool:
-        return index == 0 and self._holds_rows()
+    def _of_rows(self) -> int | None:
+        """Return the number of the optimizer to whose next step gradients of rows belong; None if there are none."""
+        assert self._holds_rows is not None
+        return 0 if self._holds_rows() else None
 
     def _held(self, index: int) -> dict[int, _Mark]:
         """Return an optimizer's gradients; none if they are those of its last step, or zero."""

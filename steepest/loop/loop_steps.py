@@ -225,8 +225,7 @@ class LoopSteps:
         if not self._has_trained:
             self._look_for_gradients(prepared)
         loop.begin_step()
-        if loop.losses.are_parts:
-            loop.losses.check_each()
+        self._look_at_losses(prepared)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         prepared.model.hyper, self.changed = changed if any(changed) else None, changed
         self.stepping = self._stepped_by[index] if stepping is None else stepping
@@ -248,6 +247,22 @@ class LoopSteps:
         self.last = loop.at_step
         loop.end_step(index)
         self.changed = None
+
+    def _look_at_losses(self, prepared: Prepared) -> None:
+        """Warn, at a step, of losses that are no mean, or of none where rows move without a gradient of their own."""
+        loop, tables = self._loop, prepared.model.tables
+        if loop.losses.are_parts:
+            loop.losses.check_each()
+        if not tables or loop.losses.found or not (loop.has_samples and self.averages):
+            return
+        if moving := [each.name for each in tables if each.optimizer.moves_by_itself]:
+            warnings.warn(
+                f"worker {loop.job.rank}: optimizer.step() without backward(), of a model with the embedding "
+                f"table {moving[0]!r}, whose optimizer moves the rows of a batch also where their gradient is zero: "
+                "one process would move those of this batch, too, if another worker's part has something to learn; "
+                "call backward() on a loss that is multiplied by 0",
+                stacklevel=line_of_user(),
+            )
 
     def _look_for_hooks(self, prepared: Prepared) -> None:
         """Warn of hooks that may change gradients as they arrive; in the first step of each epoch."""
@@ -313,6 +328,8 @@ class LoopSteps:
     def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
         """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        if self._loop.prepared is not None:  # rows in weights have an optimizer of their own
+            given -= set(map(id, self._loop.prepared.model.held_rows()))
         by_optimizer = [] if self._loop.prepared is None else self._loop.prepared.trained()
         if self._loop.prepared is not None and self._loop.prepared.closures:
             raise ConfigurationError(

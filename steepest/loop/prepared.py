@@ -105,9 +105,8 @@ class Prepared:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter, or row of an embedding table, has a gradient."""
-        return self.model.rows.has_gradients or any(
-            p.grad is not None for each in self.trained() for p in each
-        )
+        dense = any(p.grad is not None for each in self.trained() for p in each)
+        return dense or bool(self.model.rows.has_gradients)
 
     def tell_schedulers(self) -> None:
         """Have torch's schedulers know that optimizers have stepped, in another worker: they would warn."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from steepest.core.engine.generators import HeldGenerators
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from steepest.tables.hashing import Distinct
     from steepest.tables.kernels import Floats, Int32s, Int64s
     from steepest.tables.table import Table
+
+_SMALL = 1e-6  # that torch's clipping adds to a norm
 
 
 class _SentRows(NamedTuple):
@@ -92,6 +95,16 @@ class LoopRows:
         """Whether there are gradients since the last step."""
         return bool(self._kept)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the sum of the gradients of each group's rows since the last step."""
+        from steepest.tables.gradients import RowGradients, added
+
+        by_group: dict[int, list[RowGradients]] = {}
+        for each in self._kept:
+            own = RowGradients(each.tables, each.ids, each.gradients, each.sightings)
+            by_group.setdefault(each.group, []).append(own)
+        return [torch.from_numpy(added(each).gradients) for each in by_group.values()]
+
     def rescale(self, factor: float) -> None:
         """Multiply the gradients since the last step by a factor."""
         self._kept = [each.times(factor) for each in self._kept]
@@ -157,6 +170,26 @@ def _zero_grad(rows: LoopRows, own: Callable[..., None], *arguments: Any, **name
     own(*arguments, **named)
 
 
+#: Rows in this process, by the parameters of their modules.
+_alone: Any = WeakTensorKeyDictionary()
+
+
+def clip_alone(parameters: Any, most: float) -> torch.Tensor:
+    """Clip gradients outside of a job as torch's function does, with those of rows in this process; return the norm."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    sources = list({id(_alone[each]): _alone[each] for each in given if each in _alone}.values())
+    if not sources:
+        return torch.nn.utils.clip_grad_norm_(given, most)
+    of_rows = [each for rows in sources for each in rows.gradients()]
+    gradients = [each.grad for each in given if each.grad is not None]
+    norm = torch.nn.utils.get_total_norm([*gradients, *of_rows])
+    torch.nn.utils.clip_grads_with_norm_(given, most, norm)
+    if (factor := most / (float(norm) + _SMALL)) < 1:
+        for rows in sources:
+            rows.rescale(factor)
+    return norm
+
+
 def connect_alone(
     modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
@@ -173,6 +206,8 @@ def connect_alone(
         local = embedding.LocalRows(embedding.tables_of(module))
         rows = LoopRows(Errand.run).use(local)
         embedding.connect(module, rows)
+        for parameter in module.parameters():
+            _alone[parameter] = rows
         rows.follow(module, *optimizers)
         optimizers[0].register_step_post_hook(partial(_step_rows, rows, local))
 

@@ -255,7 +255,8 @@ class UserLoop:
             self.prepared.model.adopt(prepared.model)
             prepared = replace(prepared, model=self.prepared.model)
         self.prepared, self.cursor, self.sums = prepared, prepared.cursor, prepared.sums
-        self.held = HeldGradients(prepared.optimizers, lambda: prepared.model.rows.has_gradients)
+        tabled = prepared.model.tables
+        self.held = HeldGradients(prepared.optimizers, self._holds_rows if tabled else None)
         self.steps.take_over(prepared)
         if prepared.closures:
             prepared.model.expect_trials()
@@ -712,6 +713,11 @@ class UserLoop:
     def _holds_gradients(self) -> bool:
         """Whether there are gradients of backward passes since the last step."""
         return bool(self.losses.found and self.prepared and self.prepared.has_gradients)
+
+    def _holds_rows(self) -> bool:
+        """Return whether there are gradients of rows since the last step."""
+        assert self.prepared is not None
+        return bool(self.prepared.model.rows.has_gradients)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the present batch, in place of its number of samples."""

@@ -21,7 +21,7 @@ import steepest
 from steepest import FailureConfig, LocalStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam
-from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import BATCH, Parts, Script, Whole
 from tests.reference import difference, same_bits, sgd
 from tests.simulated_programs import quiet
@@ -113,6 +113,24 @@ def left_out(parts: Parts, number: int, *batch: torch.Tensor) -> None:
         parts.optimizer.step()
 
 
+def clipped(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """The norm of the whole gradient is clipped, that of rows too."""
+    parts.optimizer.zero_grad()
+    nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1]).backward()
+    steepest.clip_grad_norm_(parts.model.parameters(), 0.2)
+    parts.optimizer.step()
+
+
+def masked(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """Some samples teach nothing; a worker may have none but these."""
+    parts.optimizer.zero_grad()
+    wanted = batch[-1][:, 0] > 0.3
+    if wanted.any():
+        errors = (parts.model(*batch[:-1]) - batch[-1]).square().mean(1)
+        (errors * wanted).mean().backward()
+    parts.optimizer.step()
+
+
 def summed(parts: Parts, number: int, *batch: torch.Tensor) -> None:
     """Losses add up samples."""
     parts.optimizer.zero_grad()
@@ -163,6 +181,9 @@ SCRIPTS = {
     "unevenly, held": tabled(unevenly, Adam(lr=0.1), held=True, data=clicks(19)),
     "tokens": tabled(by_tokens, Adagrad(lr=0.3), data=clicks(19)),
     "left out": tabled(left_out, Adam(lr=0.1), data=clicks(13)),
+    "clipped": tabled(clipped, SGD(lr=0.3), data=clicks(13)),
+    "clipped, held": tabled(clipped, SGD(lr=0.3), held=True, data=clicks(13)),
+    "masked": tabled(masked, Adagrad(lr=0.3), data=clicks(13)),
     "sums": tabled(summed, SGD(lr=0.02), optimizer=sgd(lr=0.02), data=clicks(13), reduction="sum"),
     "held, in vain": tabled(in_vain, Adam(lr=0.1), held=True),
 }
@@ -297,6 +318,25 @@ def test_other_strategies_train_rows(strategy: Any) -> None:
     assert sum(row["samples"] for row in found.steps) == 6 * len(DATA[0])
     first, *_, last = FOUND[0]
     assert (last - DATA[-1]).square().mean() < (first - DATA[-1]).square().mean()
+
+
+def test_rows_that_would_move_without_a_gradient_are_warned_of() -> None:
+    script = tabled(masked, Adam(lr=0.1), data=clicks(13))
+    with pytest.warns(UserWarning, match="'users', whose optimizer moves the rows of a batch also"):
+        run(script, 3)
+
+
+def frozen_beside(parts: Parts, epochs: int) -> None:
+    """Rows alone are trained, by sums of gradients of two batches."""
+    for parameter in parts.model.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    _loop(parts, epochs, unevenly)
+
+
+def test_a_sum_of_gradients_of_rows_alone_is_whole_after_a_death() -> None:
+    script = replace(SCRIPTS["unevenly"], loop=frozen_beside)
+    FOUND.clear()
+    compare(script, without(script, 3, 1, 1), 3)
 
 
 def scaling(parts: Parts, epochs: int) -> None:
