@@ -1,4 +1,4 @@
-"""A worker's part in audited steps: it computes another worker's samples, too, and leaves no trace of that."""
+"""A worker's part in audited steps: it also computes another worker's samples, without a trace in its own state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Digest:
         self._chunks: dict[int, tuple[int, float, float]] = {}
 
     def add_batch(self, batch: Any) -> None:
-        """Add a batch of its samples."""
+        """Add a batch of the samples that the gradient is computed from."""
         for leaf in tree_leaves(batch):
             self._batches = _crc(leaf, self._batches)
 
@@ -42,25 +42,25 @@ class Digest:
         self._chunks[chunk] = (_crc(payload, bits), *sums)
 
     def result(self) -> GradientDigest:
-        """Return the digest, when all chunks are added."""
+        """Return the digest; called once all chunks are added."""
         each = [self._chunks[chunk] for chunk in sorted(self._chunks)]
         bits, sums, norms = zip(*each, strict=True)
         return GradientDigest(self._batches, self._state, bits, sums, norms)
 
 
 class Audit:
-    """An audited step on one worker; the other's samples are computed."""
+    """An audited step on one worker, which has computed the other worker's samples."""
 
     def __init__(
-        self, about: tuple[str, float, int], others: Digest, own: Digest, seconds: float
+        self, fields: tuple[str, float, int], others: Digest, own: Digest, seconds: float
     ) -> None:
         self.own = own  # to which the worker's own gradient is to be added
         self.seconds = seconds  # that it took
-        self._about, self._others = about, others
+        self._fields, self._others = fields, others
 
     def result(self) -> Audited:
         """Return what a report says of it, once the worker's own gradient is computed."""
-        return Audited(*self._about, self.own.result(), self._others.result())
+        return Audited(*self._fields, self.own.result(), self._others.result())
 
 
 class Auditor:
@@ -70,7 +70,7 @@ class Auditor:
         share: of the steps that are audited.
         members: number of workers.
         replicas: of the worker.
-        pulled: the dtype in which weights come from other hosts, which have others then; None for their own.
+        pulled: the dtype in which weights come from other hosts, whose weights then differ; None for their own.
     """
 
     def __init__(
@@ -81,18 +81,17 @@ class Auditor:
         dtypes = {layout.chunks[chunk].dtype for chunk in layout.trainable_chunks}
         dtypes |= {each for each in (replicas.models[0].reduced, pulled) if each is not None}
         self._rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** (1 / 3)
-        # the last audited step, what replicas had of their own before it, and how often it was computed again
+        # the last audited step, the replicas' own states before it, and how often it was computed again
         self._before: tuple[int, list[Tensors], int] = (-1, [], 0)
 
     def forget(self) -> None:
-        """Note that the last step is decided on, or that replicas have another state: it is not computed again."""
+        """Forget the last audited step: it is decided on, or replicas have another state."""
         self._before = -1, [], 0
 
     def begin(self, version: int, arrive: Arrive) -> Audit | None:
-        """Compute another worker's samples of a step, if it is audited; None if not.
+        """Compute another worker's samples of a step; return None if it is not audited.
 
-        Buffers are as before it then, also before an earlier attempt of the same step; generators are seeded for each
-        batch.
+        Afterwards buffers are as before the step, also in another attempt. Generators are seeded for each batch.
 
         Args:
             version: of the weights, which number the step.
@@ -126,7 +125,7 @@ class Auditor:
 
 
 def machine(device: torch.device) -> str:
-    """Return what decides the bits of a device's results; "" for a GPU on which they may differ each time."""
+    """Return the traits that decide the bits of a device's results; "" for a GPU whose results may differ each time."""
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -147,7 +146,7 @@ def _processor() -> str:
 
 
 def _crc(value: Any, before: int) -> int:
-    """Return the CRC-32 of a tensor, array or plain value after others; of other things that before."""
+    """Return the CRC-32 of a tensor, array or plain value, continued from `before`; other values leave `before`."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             return before

@@ -1,4 +1,4 @@
-"""The batches of one worker's replicas: loaded in the order of its shares, also before their turn."""
+"""The batches of one worker's replicas: loaded in the order of its shares, the next one perhaps ahead of time."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ _ENDED = object()  # in place of a further batch of a source
 
 
 class OpenStreams:
-    """The streams of a worker's replicas."""
+    """The streams of a worker's replicas.
 
-    # A stream cannot be asked for a batch once more: the batches of the last share are kept, for the case that it is
-    # computed again because another process died.
+    A stream cannot yield a batch again, so the batches of the last share are kept: it is computed again if another
+    process dies.
+    """
 
     def __init__(self, replicas: int) -> None:
         # by replica, where the job is in its stream's pass; None before it is opened
         self.places: list[StreamPlace | None] = [None] * replicas
-        self._passes = [-1] * replicas  # of each stream, that were begun when its place was noted
+        self._passes = [
+            -1
+        ] * replicas  # passes of each stream that had begun when its place was noted
         self._batches: dict[Place, Any] = {}
 
     def begin(self, replica: int, source: Any, step: int, micro: int) -> None:
-        """Have a stream about to be opened begin where the job is in its pass.
+        """Set where a stream that is about to be opened begins: at the job's place in its pass.
 
         Args:
-            step, micro: of its next batch, the number among the replica's own.
+            step, micro: of the next batch; `micro` counts the replica's batches of the step.
         """
         if hasattr(source, "passes"):
             place = self.places[replica]
@@ -50,15 +53,15 @@ class OpenStreams:
         """Note where a pass begins, if the batch taken at (step, micro) is the replica's first of it.
 
         Args:
-            part: the replica's index among all of the job, and how many these are.
-            micros: its batches in a step.
+            part: the replica's index among all of the job, and their number.
+            micros: batches of a replica in a step.
         """
         passes = getattr(source, "passes", -1)
         if passes == self._passes[replica]:
             return
         self._passes[replica] = passes
         (step, micro), (index, replicas) = at, part
-        # of that batch in its pass
+        # the number of that batch in its pass
         number = source.left_out + (index - source.shift - source.left_out) % replicas
         base = number - index - (step * micros + micro) * replicas
         before = self.places[replica]
@@ -85,24 +88,23 @@ class _Loaded:
     """A batch that was loaded before its turn."""
 
     place: Place
-    batch: Any  # None where loading it raised
+    batch: Any  # None if loading it raised
     error: BaseException | None
-    generators: (
-        HeldGenerators | None
-    )  # as they were after it was loaded; None where the model seeds them
+    # as they were after it was loaded; None if the model seeds them
+    generators: HeldGenerators | None
     seconds: float  # that loading it took
 
 
 class BatchLoader:
-    """Loads the batches of a worker's replicas, each once, with the random generators as its place wants them.
+    """Loads the batches of a worker's replicas, each once, with the random generators seeded for its place.
 
     Used on the thread of the process' router.
 
     Args:
-        models: one for each replica; batches are of their data.
+        models: one for each replica, with its data.
         places: of the batches among the samples of each step.
-        division: index of the first replica among those of the job, and how many these are.
-        leased: whether shares come one by one, so that the next one is not known beforehand.
+        division: index of the first replica among those of the job, and their number.
+        leased: whether shares come one by one, so that the next one is not known ahead of time.
         seed: of the job.
 
     Attributes:
@@ -124,7 +126,7 @@ class BatchLoader:
         self._models = models
         self.places = places
         self._division = division
-        self._opened = division  # with which streams are open
+        self._opened = division  # by which open streams are divided
         self._leased = leased
         self.seed = seed
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
@@ -136,7 +138,7 @@ class BatchLoader:
     def use(self, plan: SamplePlan | None, seed: int) -> bool:
         """Set the sample plan, and the seed of the job; return whether all loaded batches were dropped.
 
-        Those that are divided are opened again where this worker has another part of them now.
+        Divided streams are opened again if this worker has another part of them now.
 
         Args:
             plan: None when the data are streams, which go on where they are.
@@ -161,7 +163,7 @@ class BatchLoader:
         self._streams, self._opened = other._streams, other._opened
 
     def of_other(self, first: int) -> BatchLoader:
-        """Return a loader of the batches of another worker, given its first replica; this one's stay as they are."""
+        """Return a loader of another worker's batches, given the index of its first replica; this one is unchanged."""
         division = first, self._division[1]
         return BatchLoader(self._models, self.places, division, leased=True, seed=self.seed)
 
@@ -186,11 +188,11 @@ class BatchLoader:
         return dropped
 
     def skip(self) -> None:
-        """Take further batches of streams if the last share is computed again: these would raise again."""
+        """Have streams yield new batches if the last share is computed again: its batches would raise again."""
         self._streams.forget_batches()
 
     def load_ahead(self, number: int) -> None:
-        """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
+        """Load the first batch of a share ahead of time, unless a batch is loaded; `load` raises what this meets."""
         if self._loaded is None and (places := self.places.of(number)):
             batch: Any = None
             error: BaseException | None = None
@@ -235,12 +237,12 @@ class BatchLoader:
         return loaded.batch
 
     def _model_seeds(self, place: Place) -> bool:
-        """Return whether a place's model seeds all generators where it takes its batch."""
+        """Return whether a place's model seeds all generators itself when it takes its batch."""
         seeds: bool = getattr(self._models[place[1]].data, "model_seeds", False)
         return seeds
 
     def _seed_for(self, place: Place) -> None:
-        """Seed all generators as for the batch of a place, unless there is none, and its model seeds them."""
+        """Seed all generators for the batch of a place, unless data are streams and its model seeds them."""
         if self.places.plan is None and self._model_seeds(place):
             return
         step, part = self.places.step_of(place[0]), self.places.part_of(place)
@@ -253,7 +255,7 @@ class BatchLoader:
         return self._next_batch(number, replica, micro, self.places.counts(number)[replica])
 
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
-        """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
+        """Return the next micro-batch of a replica; `count` of them are not empty in the share."""
         kept, source, places = self._batches[replica], self._models[replica].data, self.places
         step, plan = places.step_of(number), places.plan
         if kept is None or (plan is not None and kept[0] != (number, micro)):

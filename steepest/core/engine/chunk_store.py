@@ -1,4 +1,4 @@
-"""What a server asks of each chunk that it holds: `ChunkStore`, of which it knows no more."""
+"""What a server asks of each chunk that it holds: `ChunkStore`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StagedPush:
     The payload must not change before it is applied.
     """
 
-    workers: frozenset[int]  # that contribute
+    workers: frozenset[int]  # the contributors
     payload: torch.Tensor | None  # flat bytes in the form of `codec`; None without any gradient
     unit: float  # weight of one unit of the payload
     total: float  # weight of the batch's samples
@@ -35,29 +35,29 @@ class ChunkStore(ABC):
     """One chunk on its server: the state that it holds, and the pushes that are staged.
 
     `ServerChunk` holds the dense parameters of the flat vector. A chunk that is opaque in the layout
-    (`Chunk.is_opaque`) is held by a store that whoever builds the roles passes in, see
-    `steepest.core.engine.stores.Stores`. A server holds many stores of several classes and treats all alike:
+    (`Chunk.is_opaque`) is held by a store of another class, which the builder of the roles passes in, see
+    `steepest.core.engine.stores.Stores`. A server treats stores of all classes alike:
 
     1. A gradient arrives. `fits` says whether its size can be right; `staging_buffer` returns memory for
        it, unless it is lent; `codec_of` checks it. The server then puts a `StagedPush` into `staged`.
-       One that is not kept is given to `release`.
-    2. Where all members contribute to each version, `reduce` forms the mean as soon as the last push is
-       staged, and `squares` says its sum of squares; elsewhere `check` says that of each push. `culprits` is asked
-       only if a sum of squares is not finite.
-    3. The coordinator commits: `note_time` if a store keeps the time, `reduce` where it has not been called
-       yet, `clip`, `apply`; then `forget`
-       for each push of the commit. A version without an update (NaN was found) is `forget` alone.
+       The memory of a push that is not kept goes to `release`.
+    2. If all members contribute to each version, `reduce` forms the mean as soon as the last push is
+       staged, and `squares` returns its sum of squares; otherwise `check` returns that of each push. `culprits` is
+       called only if a sum of squares is not finite.
+    3. The coordinator commits: `note_time` if a store keeps the time, `reduce` unless it was called
+       before, `clip`, `apply`; then `forget` for each push of the commit. A version without an update (a gradient
+       had NaN) is `forget` alone.
     4. A new generation begins: `discard`. A push is dropped: `forget`.
     5. State is read: `state` between two commits. State is installed: `check_state` for each record as it
        arrives, `try_state` when all have, `clear_state`, `load_state` for each, `end_state`.
-    6. `counts` is asked for the job's statistics, at any time.
-    7. The weights have to lie in other memory, which holds their values: `move`.
+    6. The job's statistics are read: `counts`, at any time.
+    7. The weights move to other memory, which holds their values already: `move`.
 
     All methods are called on the thread of the server's router, one at a time; none may wait for anything.
     The same calls in the same order leave the same bits: copies of a chunk on two servers, replays and
     recovery rely on that. A method that raises `ProtocolError` has changed nothing.
 
-    A store without bytes in the flat vector has empty `weights`, which no reader is sent: it answers
+    A store without bytes in the flat vector has empty `weights`, which are never sent: it answers
     messages of its own, see `StoreService`.
 
     Args:
@@ -67,7 +67,7 @@ class ChunkStore(ABC):
     Attributes:
         is_opaque: whether the chunk is.
         staged: the pushes that are neither committed nor dropped, by their names.
-        raised: the exception that code of a user's raised in the last `apply`; None if none did.
+        raised: the exception that the user's code raised in the last `apply`; None if it did not raise.
     """
 
     def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class ChunkStore(ABC):
             self._spare.setdefault(payload.numel(), []).append(payload)
 
     def own(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return a payload in memory of this server, for one of the host a staging buffer: itself, or a copy of it."""
+        """Return a payload in this server's own memory, on the host a staging buffer: itself or a copy."""
         if not payload.is_cpu:
             return payload.clone()
         if self._buffers.get(id(payload)) is payload:
@@ -123,10 +123,10 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return the codec in whose form a gradient is, None for the chunk's own.
+        """Return the codec of a gradient's payload, None for the chunk's own dtype.
 
         Raises:
-            ProtocolError: its payload makes no sense.
+            ProtocolError: the payload does not fit the codec.
         """
 
     @abstractmethod
@@ -137,7 +137,7 @@ class ChunkStore(ABC):
     def check(self, push: PushId) -> float:
         """Return the sum of squares of a staged gradient, the mean over its samples.
 
-        Not finite if an element is not. 0 where squares are not computed.
+        It is not finite if an element is not, and 0 if the store computes no squares.
         """
 
     @abstractmethod
@@ -177,7 +177,7 @@ class ChunkStore(ABC):
         """
 
     def note_time(self, seconds: int) -> None:  # noqa: B027 - most stores keep no time
-        """Note the coordinator's time at the commit that is applied next, in whole seconds since the epoch."""
+        """Note the coordinator's time of the next commit, in whole seconds since the epoch."""
 
     @abstractmethod
     def move(self, buffer: torch.Tensor) -> None:
@@ -188,12 +188,12 @@ class ChunkStore(ABC):
         return {}
 
     def change_to_send(self) -> torch.Tensor | None:
-        """Return what workers are sent for new weights, if not these, see `ServerChunk`; called for each version."""
+        """Return what workers are sent instead of the weights, or None, see `ServerChunk`; called for each version."""
         return None
 
     @property
     def sent(self) -> torch.Tensor | None:
-        """What workers of other hosts have of the weights, if not these."""
+        """The weights as workers of other hosts have them; None if they have the same."""
         return None
 
     def weights_set(self) -> None:  # noqa: B027 - most stores have nothing to note
@@ -208,23 +208,23 @@ class ChunkStore(ABC):
         """
 
     @abstractmethod
-    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+    def load_state(self, description: dict[str, Any], value: torch.Tensor) -> None:
         """Keep one record of the state, as `state` returned it; it takes effect with `end_state`.
 
         Args:
-            about: its description.
+            description: of the record.
             value: its tensor, which becomes the chunk's without a copy.
 
         Raises:
-            ProtocolError: the record is none of this chunk.
+            ProtocolError: the record does not belong to this chunk.
         """
 
     @abstractmethod
     def end_state(self) -> None:
-        """Set the state of which all records have been loaded; ProtocolError: together they make no sense."""
+        """Set the state from the records that were loaded; ProtocolError: they do not fit together."""
 
     @abstractmethod
-    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:
+    def check_state(self, description: dict[str, Any], value: torch.Tensor) -> Any:
         """Check that a record of `state` belongs to this chunk; ProtocolError otherwise."""
 
     @abstractmethod
@@ -233,4 +233,4 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def clear_state(self) -> None:
-        """Drop the state: the next step is as its first one."""
+        """Drop the state: the next step is taken as the first one."""

@@ -65,7 +65,7 @@ from steepest.errors import (
 
 T = TypeVar("T")
 Holders = Sequence[Sequence[int]]
-#: What comes of the steps that a client has asked for, and of the processes that take them.
+#: What a client hears of the steps that it has asked for, and of the processes that take them.
 Outcome = Result | Failure | WorkerLost | AuditDifference | PeerLostError | ProtocolError
 _ASKS = 16  # of which the coordinator may still refuse some
 
@@ -83,8 +83,8 @@ class _Reading:
     """A read that some servers have not answered yet."""
 
     future: Future[SharedState]
-    found: SharedState
-    weights: torch.Tensor  # what is found of them; empty if they are not read
+    snapshot: SharedState
+    weights: torch.Tensor  # those that have come; empty if they are not read
     awaited: set[int]  # servers that have not sent everything
     # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
     records: dict[tuple[Any, ...], Record | None] = field(default_factory=dict)  # None once taken
@@ -119,7 +119,7 @@ class Client:
         # RESULT, FAILURE, WORKER_LOST and DIFFERENCE, the loss of a peer, or that a request for steps was refused, in
         # the order of events, for any thread
         self.outcomes: Queue[Outcome] = system().queue()
-        self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
+        self.on_outcome: Callable[[], None] = lambda: None  # called after each is added
         # the newest generation and version that the client has heard of
         self.position = Position(0, 0)
         self._now = system().now
@@ -149,12 +149,13 @@ class Client:
     def ask(
         self, steps: int, stats: bool, rates: RateChanges = (), generation: int | None = None
     ) -> None:
-        """Ask the coordinator for more steps; each ends as one entry of `outcomes`, a request that it refuses too.
+        """Ask the coordinator for more steps; each ends as one entry of `outcomes`, and so does a refused request.
 
         After the loss of a server or the coordinator the only entry is that loss.
 
         Args:
-            generation: the newest of which the caller knows, who may not have taken all outcomes; None for
+            steps: number of steps.
+            generation: the newest that the caller has heard of, which may not have taken all outcomes; None for
                 the client's.
             stats: whether results have loss, metrics and timings.
             rates: that hold instead of the schedule's.
@@ -175,12 +176,11 @@ class Client:
         return self._request(Revoke)
 
     def stop(self) -> Future[int]:
-        """Have workers stop after a step soon; the future is of the last version to come."""
+        """Have workers stop after one of the next steps; return a future of the last version to come."""
         return self._request(Stop)
 
     def _request(self, make: Callable[[int], Body]) -> Future[Any]:
-        """Send the coordinator what `make` returns for a request's number."""
-        # Return the future of the message that answers it.
+        """Send the request that `make` returns for its number; return a future of the answer."""
         self._requests += 1
         future: Future[Any] = Future()
         self._answers[self._requests] = future
@@ -199,15 +199,14 @@ class Client:
         """Read the job's state at one version over all servers.
 
         Args:
-            what: "weights"; "state", which is the optimizer's and the coordinator's, too;
-                "standing", which is the version and the coordinator's state only; or "opaque", which
-                is opaque chunks only.
-            at: the version, which may be one that is not committed yet; if the present one is a
-                later one, that is read. The future of an earlier read that named a version and has
-                not been answered is cancelled.
+            what: "weights"; "state", which adds the optimizer's and the coordinator's state;
+                "standing", the version and the coordinator's state only; or "opaque", the opaque
+                chunks only.
+            at: the version to wait for; if it has passed, the present one is read. The future of an
+                earlier read that named a version and has not been answered is cancelled.
             chunks: those that are wanted; None for all.
             options: how opaque chunks are to be read, as their stores understand it.
-            held: whether servers send opaque chunks as `take` is called.
+            held: whether servers send opaque chunks only as `take` is called.
 
         Returns:
             A future, which is done when every server has answered.
@@ -230,8 +229,8 @@ class Client:
     def take(self, future: Future[SharedState], options: Options | None = None) -> list[Record]:
         """Return the records of a held read that have come since the last call.
 
-        Each server sends at most two further pieces until the next call. Those that are not taken are
-        part of the answer.
+        Each server sends at most two further pieces until the next call. Records that are not taken
+        are part of the future's result.
 
         Args:
             future: of the read.
@@ -246,7 +245,7 @@ class Client:
         return records
 
     def give_up(self, future: Future[SharedState], error: Exception) -> None:
-        """Fail a read, unless it is answered; what servers still send of it is dropped."""
+        """Fail a read, unless it is answered; later messages of servers about it are dropped."""
         for sequence, read in list(self._reads.items()):
             if read.future is future:
                 del self._reads[sequence]
@@ -254,7 +253,7 @@ class Client:
                 future.set_exception(error)
 
     def _go_on(self, sequence: int, read: _Reading, options: Options | None = None) -> None:
-        """Have the servers that wait send further pieces of a held read."""
+        """Have the waiting servers send further pieces of a held read."""
         waiting, read.held = read.held or [], []
         for server in waiting:
             self._send(server, ReadOn(sequence, options).pack())
@@ -266,10 +265,10 @@ class Client:
         records: list[Record] | None,
         state: dict[str, Any] | None = None,
     ) -> Future[Position]:
-        """Make these weights and this state those of the job.
+        """Install weights and state in the job.
 
         Args:
-            version: the number that the weights have from now on.
+            version: the number of the weights from now on.
             weights: the flat vector, copied now; None to keep the servers' weights and optimizer
                 state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
@@ -277,9 +276,9 @@ class Client:
                 anew, except the schedule, which is stepped to its place.
 
         Returns:
-            A future of the job's position after it; fails with `PeerLostError` if a server or the
+            A future of the job's position afterwards. It fails with `PeerLostError` if a server or the
             coordinator is lost before the answer, and with `ConfigurationError` if a server refuses
-            the state, of which nothing is installed then on any.
+            the state; then no server has installed any of it.
         """
         self._requests += 1
         parts = [] if weights is None else self._puts(weights, records)
@@ -304,8 +303,8 @@ class Client:
             put = partial(Put, request, chunk=index, payload=view)
             parts += [(server, put) for server in self._holders[index]]
         if records is not None:
-            for chunk, about, value in records:
-                fields = state_fields(about, value.clone())
+            for chunk, description, value in records:
+                fields = state_fields(description, value.clone())
                 parts += [
                     (server, _state_part(request, chunk, fields)) for server in self._holders[chunk]
                 ]
@@ -313,7 +312,7 @@ class Client:
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
-        """Have the coordinator give up a worker's life that is silent or cut off.
+        """Have the coordinator give up one life of a worker, which is silent or cut off.
 
         A WORKER_LOST follows in `outcomes`.
         """
@@ -328,7 +327,7 @@ class Client:
         return self._request(lambda number: ReadLog(number, first))
 
     def _unless_failed(self, future: Future[T]) -> Future[T]:
-        """Return a future, failed already if a peer is lost that would have to answer."""
+        """Return the future, which has failed already if a server or the coordinator is lost."""
         if self._failure is not None:
             self._fail_all(self._failure)
         return future
@@ -336,7 +335,7 @@ class Client:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return memory of the vector that is read, or new, for a payload; None without a read.
+        """Return memory for a payload, a part of the vector that is read or new memory; None without a read.
 
         See `Role.destination`.
         """
@@ -446,25 +445,27 @@ class Client:
 
     def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Reading) -> None:
         """Note that a server sent its part; the last sets the read's future. ProtocolError: versions differ."""
-        if read.found.version not in (-1, end.version):
-            raise ProtocolError(f"versions {read.found.version} and {end.version} in one snapshot")
+        if read.snapshot.version not in (-1, end.version):
+            raise ProtocolError(
+                f"versions {read.snapshot.version} and {end.version} in one snapshot"
+            )
         if end.given_up:
             error: Exception = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
             if end.error:
                 error = raised_by_user(f"{source}: {end.given_up}", described_by(end))
             self.give_up(read.future, error)
             return
-        read.found.version = end.version
-        read.found.state |= end.state or {}
+        read.snapshot.version = end.version
+        read.snapshot.state |= end.state or {}
         read.awaited.discard(source.index)
         if not read.awaited:
             del self._reads[end.sequence]
-            read.found.records += [each for each in read.records.values() if each is not None]
-            read.found.seconds = self._now() - read.began
-            read.future.set_result(read.found)
+            read.snapshot.records += [each for each in read.records.values() if each is not None]
+            read.snapshot.seconds = self._now() - read.began
+            read.future.set_result(read.snapshot)
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:
-        """Note that a server has a part of a state; the last has it installed."""
+        """Note that a server has a part of a state; after the last part order the installation."""
         install = self._installs.get(received.sequence)
         if install is None or received.number not in install.unacknowledged:
             return  # a copy
@@ -473,7 +474,7 @@ class Client:
             self._order(received.sequence, install)
 
     def _end_refused(self, source: Peer, refused: Refused) -> None:
-        """Fail what waits for a request that was refused."""
+        """Fail the future of a refused request."""
         sequence = refused.sequence
         if refused.peer is not None:
             if all(refused.peer.index != worker for worker, _ in self._ended):
@@ -522,10 +523,10 @@ class Client:
             future.set_exception(error)
 
     def tick(self, now: float) -> None:
-        """Do nothing: deadlines are those of the callers, who wait for futures."""
+        """Do nothing: callers, who wait for futures, have deadlines of their own."""
 
     def doing(self) -> Status:
-        """Return what the driver has asked for and not been sent, see `Role.doing`."""
+        """Return which requests of the driver are not answered, see `Role.doing`."""
         words = []
         for read in list(self._reads.values()):
             servers = listed(map(server_peer, sorted(read.awaited)))

@@ -13,7 +13,7 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.messages.fields import RateChanges
 from steepest.core.strategies.strategy import Strategy
 
-#: By worker, gradients that it keeps for its next push.
+#: By worker, the gradients that it keeps for its next push.
 Unpushed = Mapping[int, Mapping[str, torch.Tensor]]
 
 
@@ -34,10 +34,11 @@ class LoggedPush(_PushFields):
     Attributes:
         worker, incarnation, sequence: the name of the push.
         pulled: the version whose weights it was computed from.
-        share: its samples: with n shares in a step, part ``share % n`` of step ``share // n`` of
-            the plan; those of `length` shares, from that one on.
-        more: what a replay needs to know of it besides, as the worker's `Exchange.logged` says; such as of which
-            versions were parts of the weights that it has asked for in the middle of the step.
+        share: its first share: with n shares in a step, part ``share % n`` of step ``share // n`` of
+            the plan.
+        length: number of its shares, from that one on.
+        more: what else a replay needs, as the worker's `Exchange.logged` returned it; for example the versions of
+            weights that it asked for in the middle of the step.
         fragment: the part of the model that it changes, in rounds of a quorum; else 0.
     """
 
@@ -52,10 +53,10 @@ class LoggedPush(_PushFields):
         share: int | Sequence[int],
         *more: Any,
     ) -> LoggedPush:
-        """Return the push of an entry of the coordinator's log, which has what is `more` behind the rest."""
+        """Return the push of an entry of the coordinator's log, which ends with the values of `more`."""
         first, length, *fragment = (share, 1) if isinstance(share, int) else share
-        about = worker, incarnation, sequence, pulled, first, more, length
-        return super().__new__(cls, *about, *fragment)
+        fields = worker, incarnation, sequence, pulled, first, more, length
+        return super().__new__(cls, *fields, *fragment)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         share = (self.share, self.length, self.fragment)
@@ -74,13 +75,12 @@ class Commit:
     Attributes:
         version: the number of the weights after it.
         pushes: contributions, in the order in which they were added up.
-        hyperparameters: by parameter group, where a schedule changed them; None where it changed
-            none.
+        hyperparameters: by parameter group, those that a schedule changed; None if it changed none.
         rate: factor of the learning rate (1 unless divided by the staleness).
         skipped: whether it was left out because of NaN or infinity.
-        clip: factor of the mean gradient: from clipping by its norm, or to make a sum over samples of it; else 1.
-        made: as how many versions it counts: of a round of a quorum, that of its pushes.
-        clock: the coordinator's time, in whole seconds since the epoch, where stores keep the time; else 0.
+        clip: factor of the mean gradient: from clipping by its norm, or to turn the mean into a sum; else 1.
+        made: number of versions that it counts as: in rounds of a quorum, the number of its pushes.
+        clock: the coordinator's time, in whole seconds since the epoch, if stores keep the time; else 0.
     """
 
     version: int
@@ -100,7 +100,7 @@ class Commit:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """The number of updates between the pull and the application of each contribution."""
+        """By contribution, the number of updates between its pull and its application."""
         return tuple(self.before - push.pulled for push in self.pushes)
 
     @property
@@ -118,7 +118,7 @@ class CommitLog:
             or after a death.
         strategy, num_workers, devices_per_worker, seed: of the trainer.
         hosts: of its workers and servers, which decide the order in which gradients were added up;
-            None for apart.
+            None if each has a host of its own.
         accumulate: micro-batches of each of its replicas in a step.
         start: the version before the first of these commits.
         plan: the samples of each share; None for the plan of a run's beginning.
@@ -153,7 +153,7 @@ class CommitLog:
     def samples(self) -> Iterator[tuple[int, int, int]]:
         """Yield the samples that were committed, as (epoch, begin, end) in the order of that epoch.
 
-        Those of a stream, which has no epochs, are left out.
+        Samples of a stream, which has no epochs, are left out.
         """
         for part in self.parts:
             if part.plan is not None:

@@ -1,4 +1,4 @@
-"""The coordinator's role in a process: it is given messages, and sends what is decided."""
+"""The coordinator's role in a process: it receives messages, and sends what the coordinator decides."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CoordinatorRole:
     Args:
         coordinator: decides.
         send: sends as the coordinator.
-        flush: has what was sent leave at once, so that servers elsewhere begin to apply a commit
-            before the server of this process does; where they have nothing to apply, their orders
+        flush: has sent messages leave at once, so that servers in other processes begin to apply a
+            commit before the server of this one does; if they have nothing to apply, their orders
             leave with the weights.
         pause: seconds for which results of short steps wait for each other while more steps are to
             come: waking the client for each would take processor time from the workers.
@@ -47,9 +47,10 @@ class CoordinatorRole:
         self._results: list[tuple[Peer, Message]] = []  # that wait to be sent to clients
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message, and send what is decided."""
-        # Results of steps are made and sent when they are due and no message waits: made together, each takes a third
-        # of the time.
+        """Act on one message, and send what is decided.
+
+        Results of steps are made together when they are due and no message waits, which takes a third of the time.
+        """
         version = self.coordinator.version
         if message.kind not in _OF_STEPS:
             self._carry_out(self.coordinator.settle())
@@ -109,7 +110,7 @@ class CoordinatorRole:
             self._flush()
 
     def _send_results(self) -> None:
-        """Send clients' waiting messages in order, up to a result whose commit, with copies, no other has heard of."""
+        """Send clients' waiting messages in order, up to the first result whose commit no other server knows yet."""
         self._sent_at = self._now()
         while self._results:
             peer, message = self._results[0]

@@ -1,4 +1,4 @@
-"""What a worker asks of whatever moves its gradients to servers and brings weights back."""
+"""What a worker asks of the part that moves its gradients to servers and brings weights back: `Exchange`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from steepest.core.models.protocol import Model
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.memory import Memory
 
-#: Receives messages until a condition holds, in the middle of the model's code; raises where it cannot come to hold any
-#: more. The text says what was awaited, for that error: "... was not sent".
+#: Receives messages until a condition holds, in the middle of the model's code; raises if it cannot come to hold any
+#: more. The text names what is awaited, for the error "... was not sent".
 WaitUntil = Callable[[Callable[[], bool], str], None]
 
 
 class Companion:
-    """What an exchange does while replicas compute: by default nothing, which is all that dense models need.
+    """What an exchange does while replicas compute: by default nothing, which is enough for dense models.
 
     `Replicas` calls it on the router's thread, in each step: `begin_share`; for each batch `take`, `begin_batch`, the
-    model's passes, `end_batch`; then `end_share`, and `look_ahead` when the report is sent. With an error a share ends
-    without the calls that are left.
+    model's passes, `end_batch`; then `end_share`, and `look_ahead` when the report is sent. After an error the
+    remaining calls of a share are left out.
     """
 
     #: whether it takes batches before their turn, so that replicas do not
@@ -68,11 +68,11 @@ class Companion:
 
         Args:
             ready: as in `begin_share`.
-            updates: that the worker has made of its own weights meanwhile, each a mean of some batches.
+            updates: number of updates that the worker has made of its own weights meanwhile, each a mean of batches.
         """
 
     def look_ahead(self, number: int) -> None:
-        """Look at the share after one whose gradient is pushed, if that is to be done now."""
+        """Prepare the share after the one whose gradient was pushed, if there is anything to prepare."""
 
     def squares(self) -> float:
         """Return the sum of the squares of its mean gradient over the batches since `scale`."""
@@ -87,52 +87,52 @@ class Companion:
 
 
 class Arrived(NamedTuple):
-    """What has come of a message that an exchange received."""
+    """The effect of a message that an exchange received."""
 
     complete: Key | None  # the generation and version of which all weights are here now
     # whether the last push was left out of the servers' weights; None while that is not known
     skipped: bool | None
 
 
-#: What comes of most messages.
+#: The effect of most messages.
 NOTHING_YET = Arrived(None, None)
 
 
 class Exchange(Protocol):
     """A worker's end of what its strategy and its model exchange with servers; `PushPull` is that of dense models.
 
-    **What it promises.** A gradient leaves chunk by chunk, as it is computed; the weights that come of it arrive in
+    **What it promises.** A gradient leaves chunk by chunk, as it is computed; the resulting weights arrive in
     the replicas' flat vector. A push is named by the worker's life and `sequence`, and may be sent again after
-    `begin` with the same version: it has the same bytes then. It never blocks, and computes nothing in other threads,
-    unless `Extension.around` has put it there. What it keeps from one gradient for the next one, it keeps only once
-    it has heard of `committed`: a step that is repeated, or left out, leaves no trace. Messages may come late, twice,
-    or of a generation that is over; it drops these, and raises ProtocolError for what no correct process sends.
+    `begin` with the same version; it has the same bytes then. It never blocks, and computes nothing in other threads,
+    unless `Extension.around` has put it there. State that it carries from one gradient to the next changes only with
+    `committed`: a step that is repeated or left out leaves no trace. Messages may come late, twice,
+    or from a generation that is over; it drops these, and raises ProtocolError for what no correct process sends.
 
-    **When it is called.** All calls are made on the thread of the process' router, but `missing` and `doing`, which
+    **When it is called.** All calls are made on the thread of the process' router, except `lacks`, which
     any thread may call. First `begin_life`. Then, in any order:
 
     - in each step `begin`, and `ready` for each trainable chunk as the backward pass completes it, in the middle of
       the model's code; then `logged`, unless the gradient is pushed once more, and `end`, whose values go into the
       REPORT. After an error there is no `end`.
-      Where a dense model may find that it has to compute anew, `hold_back` after `begin`; then `take_back` may be
+      If a dense model may have to compute a gradient anew, `hold_back` after `begin`; then `take_back` may be
       called before `end`, and `ready` for each chunk again.
-    - `destination` before a payload is read and `receive` when it is here, for all messages of which the worker is
-      not told by name. Those of `kinds` come in the middle of a step, too, when the worker waits for weights, or the
+    - `destination` before a payload is read and `receive` when it is here, for all messages that the worker does
+      not handle itself. Those of `kinds` also come in the middle of a step, when the worker waits for weights, or the
       exchange itself for what its model needs (`WaitUntil`); others only between two steps.
-    - `committed` or `left_out` when the last push was decided on, once or more; `committed(0)` where there was none.
-    - `begin_generation` when the members have changed: what was asked of them for later is void.
+    - `committed` or `left_out` when the last push was decided on, once or more; `committed(0)` if there was none.
+    - `begin_generation` when the members have changed: earlier requests to them are void.
     - `stand_at` before a user's function between two steps, which may use the models.
-    - `state` between two steps, where a copy of what the worker alone has is taken, and `load_state` before its first
-      step, or where another state is installed.
+    - `state` between two steps, when a copy of the worker's own state is taken, and `load_state` before its first
+      step, or when another state is installed.
 
-    **How others attach.** An implementation for more than dense models stands around another one (`ExchangeAround`),
-    and passes on what does not concern it; an `Extension` puts it there. What replicas tell it of their batches they
-    tell its `companion`.
+    **How others attach.** An implementation for more than dense models wraps another one (`ExchangeAround`),
+    and passes on the calls that do not concern it; an `Extension` puts it there. Replicas call its `companion`
+    around their batches.
     """
 
     @property
     def companion(self) -> Companion:
-        """What replicas are to tell of their batches."""
+        """The part that replicas call around their batches."""
 
     @property
     def kinds(self) -> frozenset[MessageKind]:
@@ -142,12 +142,12 @@ class Exchange(Protocol):
     def ready(self) -> Callable[[int, torch.Tensor, float, float, frozenset[int]], bool]:
         """A function that pushes a complete chunk, see `ChunkReady`, and returns whether further ones are to come.
 
-        The chunk's bytes stay as they are until weights that come of the push are here.
+        The chunk's bytes must not change until the resulting weights are here.
         """
 
     @property
     def has(self) -> Callable[[int | None, Key], bool]:
-        """A function that returns whether a parameter (None: all) is here whole, at such weights or later ones."""
+        """A function that returns whether a parameter (None: all) is here whole, of that version or a later one."""
 
     @property
     def sequence(self) -> int:
@@ -166,70 +166,71 @@ class Exchange(Protocol):
         """The newest generation and version of which any weights are here."""
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
-        """Begin a life of the worker, of which it has had `incarnation` before."""
+        """Begin a life of the worker; `incarnation` is the number of its earlier lives."""
 
     def begin_generation(self) -> None:
-        """Forget what was asked of the members of the generation before."""
+        """Forget requests to the members of the previous generation."""
 
     def stand_at(self, generation: int, version: int) -> None:
-        """Note with which weights the models compute while no step is taken."""
+        """Note the weights with which models compute while no step is taken."""
 
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
         """Begin a push of a gradient that is computed from a version's weights.
 
         Args:
             generation, version: of the weights.
-            incarnation: of the worker's lives the number.
+            incarnation: number of the worker's life.
             is_last: whether no step is granted after this one.
         """
 
     def hold_back(self) -> None:
-        """Let no server have the whole gradient before `end`: it may be taken back until then."""
+        """Send no server the whole gradient before `end`: it may be taken back until then."""
 
     def take_back(self) -> None:
-        """Have servers drop what was pushed of the gradient as soon as it is pushed anew."""
+        """Have servers drop the pushed chunks of the gradient as soon as it is pushed anew."""
 
     def end(self) -> int:
         """Return the push's sequence number, once the whole gradient has been sent."""
 
     def use(self, vector: torch.Tensor) -> None:
-        """Write new weights to another flat vector from now on, which holds the present ones."""
+        """Write new weights to another flat vector from now on; it holds the present ones."""
 
     def logged(self) -> Sequence[Any]:
-        """Return what a replay needs to know of the present gradient besides, in plain values, for `LoggedPush.more`.
+        """Return what else a replay needs to know of the present gradient, as plain values for `LoggedPush.more`.
 
-        Whoever returns something says in the lines of its messages what a REPORT's `more` may be.
+        An exchange that returns values registers with its messages which `more` a REPORT may have.
         """
 
     def committed(self, sequence: int) -> None:
-        """Note that the last push, if that has this number, is part of the servers' weights."""
+        """Note that the push of this number, if it is the last one, is part of the servers' weights."""
 
     def left_out(self) -> None:
         """Note that the last push was left out of the servers' weights: it changes nothing here."""
 
     def lacks(self, key: Key | None) -> list[str]:
-        """Return in words what has not come: weights of a version, and who sends them, and what else is awaited.
+        """Return in words what has not come: weights of a version, with their senders, and whatever else is awaited.
 
-        Any thread may ask. None for what else alone.
+        Any thread may call this. None leaves out the weights.
         """
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload, see `Role.destination`."""
 
     def receive(self, source: Peer, message: Message) -> Arrived:
-        """Take a message; return what has come of it. ProtocolError: no correct process sends it."""
+        """Take a message; return its effect. ProtocolError: no correct process sends it."""
 
     def state(self, step: int) -> dict[str, Tensors]:
-        """Return copies of what no server holds, after so many committed steps: by what it is of, what there is."""
+        """Return copies of the tensors that no server holds, after `step` committed steps, by part."""
 
     def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Set a part of what `state` returned, if it is one of this exchange; empty for none."""
+        """Set one part (`what`) of what `state` returned, if it is one of this exchange; an empty state clears it."""
 
 
 class ExchangeAround:
-    """An exchange that passes everything on to another one; what stands around that derives from it."""
+    """An exchange that passes everything on to another one: the base class of exchanges that wrap another.
 
-    # `ready` and `has`, called for each chunk or parameter, are those of the other exchange: no call is added.
+    `ready` and `has`, called for each chunk or parameter, are those of the other exchange: no call is added.
+    """
 
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""What attaches to a job beside dense models, their push and their pull."""
+"""The seam by which other packages add to a job of dense models: `Extension`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """A way of training that the engine does not know; those who build a job's roles pass it to `hosting`.
+    """A way of training that the engine does not know; the builder of a job's roles passes it to `hosting`.
 
-    It is asked as models are described and a worker's parts are made, and answers for the jobs that concern
-    it; by default for none. Used on the router's thread.
+    Its methods are called when models are described and a worker's parts are made, on the router's thread. By default
+    each leaves the job unchanged.
     """
 
     def opaque(self, model: Model) -> OpaqueParts | None:
-        """Return what a model has beside the parameters of its flat vector, or None; see `OpaqueParts`."""
+        """Return a model's parts that are not in its flat vector, or None; see `OpaqueParts`."""
         return None
 
     def replicas(
@@ -40,29 +40,29 @@ class Extension:
         devices: Sequence[torch.device],
         memory: Memory | None,
     ) -> Replicas | None:
-        """Return replicas that compute in another way than `Replicas`, or None; arguments as those of `Replicas`."""
+        """Return replicas that compute in another way, or None for `Replicas`, whose arguments these are."""
         return None
 
     def compressor(
         self, layout: ParameterLayout, codec: Codec, packed: Sequence[bool]
     ) -> Compressor | None:
-        """Return what packs a worker's gradients in a codec, or None; arguments see `MakeCompressor`."""
+        """Return what packs a worker's gradients in a codec, or None; for arguments see `MakeCompressor`."""
         return None
 
     def route(self, job: Job, worker: int) -> Callable[[int], Peer] | None:
-        """Return a function of who takes what a worker pushes to a server, or None: that server does."""
+        """Return a function from a server to the peer that takes a worker's pushes for it; None for that server."""
         return None
 
     def exchange(
         self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, send: Send
     ) -> Exchange:
-        """Return another exchange around a worker's, or that itself.
+        """Return an exchange that wraps a worker's, or that itself.
 
         Args:
             job: of the worker.
             worker: its index.
             replicas: its copies of the model.
-            exchange: that of the dense chunks, perhaps with others around it.
+            exchange: of the dense chunks, perhaps wrapped by others.
             send: sends as the worker.
         """
         return exchange
@@ -70,13 +70,13 @@ class Extension:
     def around(
         self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, router: Router
     ) -> Exchange:
-        """Return another exchange around a worker's, one that moves gradients in threads of its own, or that itself.
+        """Return an exchange that wraps a worker's and moves gradients in threads of its own, or that itself.
 
         Args:
             job: of the worker.
             worker: its index.
             replicas: its copies of the model.
-            exchange: with those of `exchange` of all extensions around it.
-            router: of the process. What its threads have done they hand over with `Router.call`.
+            exchange: the worker's, after `exchange` of all extensions.
+            router: of the process; threads hand over their results with `Router.call`.
         """
         return exchange

@@ -1,7 +1,7 @@
 """The random generators that a process has once: Python's, NumPy's, torch's default ones of all devices.
 
-They are seeded for each batch. Where the next batch is loaded before its turn, its computation goes
-on from the generators as loading left them: whatever uses them meanwhile has them saved first.
+They are seeded for each batch. If the next batch is loaded ahead of time, its computation goes on
+from the generators as loading left them: code that uses them in between has them saved first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ States = tuple[Any, Any, torch.Tensor, list[torch.Tensor]]
 
 
 class HeldGenerators:
-    """The generators as they are now; saved, in 50 microseconds, only if other code is about to change them."""
+    """The generators as they are now, saved only if other code is about to change them: that takes 50 microseconds."""
 
     def __init__(self) -> None:
         about_to_change()
@@ -36,7 +36,7 @@ class HeldGenerators:
             restore(self._saved)
 
 
-# who goes on from the generators as they are
+# goes on from the generators as they are
 _holder: HeldGenerators | None = None
 
 
@@ -46,7 +46,7 @@ def _set_holder(holder: HeldGenerators | None) -> None:
 
 
 def about_to_change() -> None:
-    """Have the generators saved for who goes on from them; call this before using them otherwise."""
+    """Save the generators for their holder, if they have one; call this before any other use of them."""
     holder = _holder
     if holder is not None:
         _set_holder(None)

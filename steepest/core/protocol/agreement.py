@@ -1,4 +1,4 @@
-"""What workers' own loops say of one update: it has to be the same, and is compared when the update is committed."""
+"""What workers' own loops report of one update: it must be the same, and is compared when the update is committed."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _MOST_SHOWN = 8  # workers that an error names
 
 
 class UnlikeError(Exception):
-    """Workers do not say the same of one update: says in what, what each has, and what to do."""
+    """The reports of one update differ: the text names what differs, each worker's value, and the remedy."""
 
 
 def agreed(
     reports: Reports, groups: Sequence[Mapping[str, Any]], *, needs_all: bool
 ) -> tuple[Hyper, float | None]:
-    """Return the hyperparameters of an update and its greatest norm, as the workers that have seen it say them.
+    """Return the hyperparameters of an update and its greatest norm, as workers report them; None where none does.
 
     Args:
         reports: of the update's pushes.
         groups: the optimizer's own hyperparameters, by parameter group, for errors.
-        needs_all: whether every worker contributes to each update. Otherwise the first worker's count: others may have
-            come to another epoch.
+        needs_all: whether every worker contributes to each update. Otherwise the first report counts: other workers
+            may be in another epoch.
 
     Raises:
-        UnlikeError: the workers contribute to each update, and do not say the same.
+        UnlikeError: every worker contributes to each update, and their reports differ.
     """
     first: Report | None = None
     alike = True
@@ -60,7 +60,7 @@ def agreed(
 
 
 def _compare(reports: Mapping[int, Report], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UnlikeError if reports differ in what both of any two know."""
+    """Raise UnlikeError if two reports differ in a field that both have."""
     reports = {w: r for w, r in reports.items() if r.digest is not None or r.total}
     digests = {worker: report.digest for worker, report in reports.items() if report.digest}
 
@@ -79,12 +79,12 @@ def _compare(reports: Mapping[int, Report], groups: Sequence[Mapping[str, Any]])
             worker: report.hyper[at] if report.hyper else {} for worker, report in reports.items()
         }
         for name in dict.fromkeys(name for changed in by_worker.values() for name in changed):
-            found = {
+            by_value = {
                 worker: changed.get(name, own.get(name)) for worker, changed in by_worker.items()
             }
-            if len({*map(repr, found.values())}) > 1:
+            if len({*map(repr, by_value.values())}) > 1:
                 where = f" of parameter group {at}" if len(groups) > 1 else ""
-                raise _unlike(f"{name}{where}", found, "has", _BY_METRIC)
+                raise _unlike(f"{name}{where}", by_value, "has", _BY_METRIC)
     norms = {worker: report.clip for worker, report in reports.items()}
     if len({*norms.values()}) > 1:
         shown = {worker: "no norm" if norm is None else norm for worker, norm in norms.items()}
@@ -96,7 +96,7 @@ def _compare(reports: Mapping[int, Report], groups: Sequence[Mapping[str, Any]])
 
 
 def _unlike(what: str, values: Mapping[int, Any], verb: str, do: str) -> UnlikeError:
-    """Return the error that names workers and their values; of many, some of each value."""
+    """Return the error that names workers and their values; of many workers, at most two for each value."""
     by_value: dict[str, list[int]] = {}
     for worker, value in sorted(values.items()):
         by_value.setdefault(str(value), []).append(worker)
@@ -106,7 +106,7 @@ def _unlike(what: str, values: Mapping[int, Any], verb: str, do: str) -> UnlikeE
 
 
 def _in_words(digest: StepDigest) -> str:
-    """Return where a loop is and what it does."""
+    """Return the position of a loop and the optimizer that it steps, in words."""
     if digest.optimizer == RETURNED:
         return "behind its loop: its function has returned"
     where = f"in epoch {digest.epoch}, batch {digest.batch} of the job"

@@ -1,4 +1,4 @@
-"""Which steps are audited, who computes whose samples there, and what follows where gradients differ. Pure."""
+"""Which steps are audited, which worker computes which samples, and what follows if gradients differ. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from steepest.core.data.sampler import step_seed
 from steepest.core.messages.audits import Audited, GradientDigest
 from steepest.core.messages.gradients import Report
 
-_AUDITS = 1 << 40  # in place of a replica, so that seeds of audits are no batch's
+_AUDITS = 1 << 40  # in place of a replica's index, so that no audit has the seed of a batch
 
 
 def drawn(seed: int, version: int, share: float) -> int | None:
-    """Return a random number of a step that is audited, None of another; the same in each process and after a resume.
+    """Return a random number if a step is audited, else None; it is the same in each process and after a resume.
 
     Args:
         seed: of the job.
@@ -27,9 +27,9 @@ def drawn(seed: int, version: int, share: float) -> int | None:
 
 
 def other_of(worker: int, workers: int, number: int, attempt: int) -> int:
-    """Return the worker whose samples a worker computes, too: each is another's, and another one's in the next attempt.
+    """Return the worker whose samples `worker` computes besides its own; the next attempt pairs workers differently.
 
-    Of two workers it is always the other one, a single one computes its own again.
+    Of two workers it is always the other one; a single worker computes its own samples again.
 
     Example:
         >>> [[other_of(worker, 4, 1, attempt) for worker in range(4)] for attempt in (0, 1)]
@@ -39,7 +39,7 @@ def other_of(worker: int, workers: int, number: int, attempt: int) -> int:
 
 
 class _ByWorker(NamedTuple):
-    """A gradient of a worker's samples, and who has computed it."""
+    """The digest of a gradient: of one worker's samples, computed by that worker or another one."""
 
     share: int  # the worker whose samples they are
     worker: int
@@ -47,7 +47,7 @@ class _ByWorker(NamedTuple):
     digest: GradientDigest
 
     def equals(self, other: _ByWorker) -> bool:
-        """Return whether another one of the same samples is the same: to the bit on like machines, else to rounding."""
+        """Return whether two gradients of the same samples agree: to the bit on like machines, else to rounding."""
         one, two = self.digest, other.digest
         if self.audited.machine and self.audited.machine == other.audited.machine:
             return one.bits == two.bits
@@ -66,7 +66,7 @@ class _ByWorker(NamedTuple):
 class Finding(NamedTuple):
     """What follows from an audit in which gradients differ."""
 
-    again: bool  # whether the step is computed once more, to find out who is wrong
+    again: bool  # whether the step is computed once more, to find out which worker is wrong
     pairs: tuple[tuple[int, int], ...] = ()  # see `steepest.core.messages.driver.AuditDifference`
     worker: int | None = None
     why: str = ""
@@ -99,31 +99,31 @@ class Audits:
         self._told_of_data = False
 
     def judge(self, version: int, reports: Mapping[int, Report]) -> Finding | None:
-        """Compare what was reported of a step; None where nothing is to be done.
+        """Compare the digests that were reported of a step; return None if nothing is to be done.
 
-        Where gradients differ for the first time the step has to be computed once more: what a worker computes again
-        it has to get again, and samples that two have computed are another one's then.
+        If gradients differ for the first time the step must be computed once more: each worker has to get its own
+        result again, and the samples of two workers that differ are computed by a third.
 
         Args:
             version: of the weights from which it was computed.
             reports: of all workers, by index.
         """
-        found = list(_computed(reports))
+        computed = list(_computed(reports))
         first, self._first = self._first, None
         lives = {worker: report.incarnation for worker, report in reports.items()}
         if first is None or first[0] != version:
-            if not (pairs := _differing(found)):
+            if not (pairs := _differing(computed)):
                 return None
             if all(a.digest.batches != b.digest.batches for a, b in pairs):
                 told, self._told_of_data = self._told_of_data, True
                 return None if told else Finding(again=False, pairs=_named(pairs), why=_DATA)
-            self._first = version, found, lives
+            self._first = version, computed, lives
             return AGAIN
         _, before, then = first
-        found += [each for each in before if lives.get(each.worker) == then[each.worker]]
-        if not (pairs := _differing(found)):
-            return None  # who was wrong has died since
-        return Finding(False, _named(pairs), *_culprit(found, pairs))
+        computed += [each for each in before if lives.get(each.worker) == then[each.worker]]
+        if not (pairs := _differing(computed)):
+            return None  # the wrong worker has died since
+        return Finding(False, _named(pairs), *_culprit(computed, pairs))
 
 
 def _computed(reports: Mapping[int, Report]) -> Iterator[_ByWorker]:
@@ -133,12 +133,12 @@ def _computed(reports: Mapping[int, Report]) -> Iterator[_ByWorker]:
             yield _ByWorker(audit.other, worker, audit, audit.others)
 
 
-def _differing(found: Iterable[_ByWorker]) -> list[tuple[_ByWorker, _ByWorker]]:
-    return [(a, b) for a, b in combinations(found, 2) if a.share == b.share and not a.equals(b)]
+def _differing(computed: Iterable[_ByWorker]) -> list[tuple[_ByWorker, _ByWorker]]:
+    return [(a, b) for a, b in combinations(computed, 2) if a.share == b.share and not a.equals(b)]
 
 
 def _named(pairs: Iterable[tuple[_ByWorker, _ByWorker]]) -> tuple[tuple[int, int], ...]:
-    """Return for each difference the two workers, whose samples they are first."""
+    """Return the two workers of each difference, first the one that the samples belong to."""
     named = (
         (b.worker, a.worker) if a.share == b.worker else (a.worker, b.worker) for a, b in pairs
     )
@@ -146,9 +146,9 @@ def _named(pairs: Iterable[tuple[_ByWorker, _ByWorker]]) -> tuple[tuple[int, int
 
 
 def _culprit(
-    found: list[_ByWorker], pairs: list[tuple[_ByWorker, _ByWorker]]
+    computed: list[_ByWorker], pairs: list[tuple[_ByWorker, _ByWorker]]
 ) -> tuple[int | None, str]:
-    """Return the worker that computes wrongly, None where that is not known, and why."""
+    """Return the worker that computes wrongly, or None if that is not known, and the reason."""
     unsteady = {a.worker: a.share for a, b in pairs if a.worker == b.worker}
     if len(unsteady) == 1:
         ((worker, share),) = unsteady.items()
@@ -157,7 +157,7 @@ def _culprit(
         return None, _ALL_UNSTEADY.format(" and ".join(map(str, sorted(unsteady))))
     odd: dict[int, int] = {}
     for share in {a.share for a, _ in pairs}:
-        by_worker = {each.worker: each for each in found if each.share == share}
+        by_worker = {each.worker: each for each in computed if each.share == share}
         alone = [
             worker
             for worker, own in by_worker.items()

@@ -34,27 +34,33 @@ class Verdict(NamedTuple):
 class CommitRule(Protocol):
     """A mode of training, as pure functions of plain values.
 
-    A worker's *clock* is the number of its pushes that are committed. A commit of several times as many pushes
-    as make a version of a step counts as so many versions.
+    A worker's *clock* is the number of its pushes that are committed. A commit with the pushes of several
+    versions counts as that many versions.
 
     Attributes:
         needs_all: whether a version needs a push of every member, so that none goes on without one that is lost.
-            What follows of it for others has names of its own: `leases_samples`, `stages_each`.
-        same_version: whether a version is made of gradients of the version before it alone: what is computed from
-            older weights will be dropped, and is not waited for.
+            Its consequences have names of their own: `leases_samples`, `stages_each`.
+        same_version: whether a version is made of gradients of the version before it alone: gradients of older
+            weights are dropped, and not waited for.
     """
 
     needs_all: bool
     same_version: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
-        """Return which staged pushes (oldest first) of a version and all workers to commit, and which to drop."""
+        """Return which staged pushes to commit and which to drop.
+
+        Args:
+            version: the present one.
+            members: indices of all workers.
+            staged: oldest first.
+        """
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Return whether a worker may begin its next push; `clocks`: of all joined workers, with its own."""
+        """Return whether a worker may begin its next push, given the clocks of all joined workers."""
 
     def needs(self, workers: int) -> int:
-        """Return how many of a job's workers must have joined for these to go on."""
+        """Return how many of a job's workers must have joined before training goes on."""
 
     def pushes_per_step(self, workers: int) -> int:
         """Return how many pushes make one training step of a job with that many workers."""
@@ -63,7 +69,7 @@ class CommitRule(Protocol):
         """Return how many versions make one training step of a job with that many workers."""
 
 
-#: why nothing can be clipped; takes what was asked for
+#: why gradients cannot be clipped; to be formatted with the settings that were given
 NO_NORM = (
     "{} where not every worker's gradient is part of each update (backup_workers=): which ones are is decided before "
     "their mean is formed, so that its norm is not known; leave one of them out"
@@ -73,21 +79,21 @@ NO_NORM = (
 def leases_samples(rule: CommitRule) -> bool:
     """Return whether the coordinator gives workers shares of the samples one by one.
 
-    Elsewhere a worker has the share of its own number in each step.
+    Otherwise a worker has the share of its own number in each step.
     """
     return not rule.needs_all
 
 
 def stages_each(rule: CommitRule) -> bool:
-    """Return whether servers keep each push by itself until the rule has chosen which ones are an update.
+    """Return whether servers keep each push by itself until the rule has chosen the pushes of an update.
 
-    Elsewhere they add pushes up as they arrive.
+    Otherwise they add pushes up as they arrive.
     """
     return not rule.needs_all
 
 
 def pushes_per_update(rule: CommitRule, workers: int) -> int:
-    """Return how many pushes make an update in a job with that many workers: 1 if each push is one by itself.
+    """Return how many pushes make an update in a job with that many workers: 1 if each push is an update.
 
     Example:
         >>> [pushes_per_update(rule, 4) for rule in (CommitAll(), CommitFirst(1), CommitEach())]
@@ -99,7 +105,7 @@ def pushes_per_update(rule: CommitRule, workers: int) -> int:
 def knows_norms(rule: CommitRule, workers: int) -> bool:
     """Return whether the norm of an update's gradient is known when the update is committed.
 
-    It is not where a rule chooses several of the staged pushes: servers form their mean after that.
+    It is not if a rule chooses several of the staged pushes: servers form their mean only then.
     """
     return not stages_each(rule) or pushes_per_update(rule, workers) == 1
 

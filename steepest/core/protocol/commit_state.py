@@ -95,7 +95,7 @@ class CommitState:
         return generation == self.generation and (pulled == self.version or stages_each(self.rule))
 
     def advance(self, versions: int = 1) -> None:
-        """Begin the version after so many, which one commit has made."""
+        """Count the versions that one commit has made."""
         self.version += versions
 
     def begin_generation(self, joined: Collection[int]) -> None:
@@ -147,13 +147,14 @@ class CommitState:
     def to_servers(self, decision: Decision) -> Outgoing:
         """Return a decision as messages for every server.
 
-        Where servers remember decisions it gets its number and what another coordinator would need to go on
-        from it.
+        If servers remember decisions it has a number, and the state with which another coordinator can go on.
         """
         if self._witnessed:
             self._decisions += 1
-            due = isinstance(decision, CommitOrder) and self.version % SCHEDULE_EVERY == 0
-            schedule = self.schedule_state() if due or isinstance(decision, Members) else {}
+            with_schedule = isinstance(decision, CommitOrder) and self.version % SCHEDULE_EVERY == 0
+            schedule = (
+                self.schedule_state() if with_schedule or isinstance(decision, Members) else {}
+            )
             remembered: dict[str, Any] = {
                 "number": self._decisions,
                 "state": self.recovery_state(),

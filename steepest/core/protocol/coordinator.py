@@ -45,7 +45,7 @@ Readers = list[list[int]]
 
 @dataclass(frozen=True)
 class Updates:
-    """What an update makes of gradients.
+    """How gradients become an update.
 
     Attributes:
         hyperparameters: returns the hyperparameters of a step that differ from the servers' own, by
@@ -54,7 +54,7 @@ class Updates:
         clip_norm: the greatest norm of an update's gradient; None for any.
         sums: whether the mean gradient of an update is multiplied by the weight of its samples.
         scale_rate: whether the learning rate is divided by the staleness.
-        clock: returns the time in seconds since the epoch, which commits then say; None where no store keeps it.
+        clock: returns the time in seconds since the epoch, which commits then carry; None if no store needs it.
         groups: the servers' own hyperparameters, by parameter group, for errors.
     """
 
@@ -75,7 +75,7 @@ class Made(NamedTuple):
     staleness: Mapping[int, int]  # of these, by worker
     norm: float | None  # of the gradient; None where it is not known
     skipped: bool  # whether the version leaves them out, because of NaN or infinity
-    versions: Sequence[int]  # how many are whole with each push
+    versions: Sequence[int]  # how many versions each push completes
 
 
 class Coordinator(ABC):
@@ -85,12 +85,12 @@ class Coordinator(ABC):
 
     Args:
         state: versions and staged pushes.
-        updates: what becomes of gradients.
+        updates: how gradients become an update.
 
     Attributes:
-        limit: the version up to which steps are granted; 0 where nobody asks for steps.
-        torn: about the server whose optimizer raised in a committed update, as the fields of a `Failure`; None while
-            servers are whole. Nothing is committed meanwhile.
+        limit: the version up to which steps are granted; 0 if no client asks for steps.
+        torn: the fields of a `Failure` once a server's optimizer raised in a committed update, else None. Nothing is
+            committed after that.
     """
 
     def __init__(self, state: CommitState, updates: Updates) -> None:
@@ -98,10 +98,9 @@ class Coordinator(ABC):
         self.limit = 0
         self.torn: Mapping[str, Any] | None = None
         self._updates = updates
-        self._requests: dict[
-            Peer, int
-        ] = {}  # the last of each client, none of which is taken twice
-        # By reader: its request to read a version that is not committed yet.
+        # by client, the number of its last request; a copy of it is not carried out again
+        self._requests: dict[Peer, int] = {}
+        # by reader, its request to read a version that is not committed yet
         self._waiting: dict[Peer, Read] = {}
         self._now = math.inf  # until the caller first tells the time
 
@@ -132,10 +131,10 @@ class Coordinator(ABC):
         return self.settle() + self.decide(source, message) + self.settle()
 
     def decide(self, source: Peer, message: Message) -> Outgoing:
-        """Act on one message; return the messages to send, but for what `settle` returns then.
+        """Act on one message; return the messages to send, except those that `settle` returns afterwards.
 
-        Results of earlier steps are still returned by the next `settle` if this raises. It must have
-        been called before messages of clients and of membership, which may change what they hold.
+        If this raises, the next `settle` still returns the results of earlier steps. Call `settle` before
+        messages of clients and of membership, which may change these results.
 
         Raises:
             ProtocolError: a kind that no coordinator receives, a sender that may not send it, or
@@ -167,7 +166,7 @@ class Coordinator(ABC):
                 return self._take(source, message)
 
     def tick(self, now: float) -> Outgoing:
-        """Act on the passing of time; `now`: seconds on a clock of the caller's own, which does not go back."""
+        """Act on the passing of time; `now` is in seconds on the caller's monotonic clock."""
         state, behind = self.state, self.state.schedule_behind
         self._now = now
         out = self.settle() + self._tick()
@@ -176,28 +175,30 @@ class Coordinator(ABC):
         return out + self.settle()
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
-        """Act on the loss of a peer, whose channel closed for that reason."""
+        """Act on the loss of a peer, whose channel closed for `reason`."""
         self._requests.pop(peer, None)
         self._waiting.pop(peer, None)
         return self.settle() + self._lost(peer, reason)
 
     def _request(self, client: Peer, message: Message) -> Outgoing:
-        """Carry out a client's request, unless it is a copy of one that was."""
+        """Carry out a client's request, unless it is a copy of an earlier one."""
         if message.sequence <= self._requests.get(client, 0):
             return []
         out = self._take(client, message)
         self._requests[client] = message.sequence
         return out
 
-    # -- who may push, and what they are answered ----------------------------------------------
+    # -- who may push, and the answers to pushes -----------------------------------------------
 
     @abstractmethod
     def doing(self) -> Status:
-        """Return what is waited for; any thread may ask while decisions are made."""
+        """Return what the coordinator waits for; any thread may call this at any time."""
 
     def settle(self) -> Outgoing:
-        """Return the results of the steps committed since the last call, and count their pushes."""
-        # No process waits for this: servers and workers may be sent their messages before.
+        """Return the results of the steps committed since the last call, and count their pushes.
+
+        Only clients wait for these: messages to servers and workers may be sent first.
+        """
         return []
 
     @abstractmethod
@@ -205,7 +206,7 @@ class Coordinator(ABC):
         """Act on a message about membership or steps; a client's request comes here once, however often it was sent.
 
         Raises:
-            ProtocolError: none that this coordinator takes.
+            ProtocolError: this coordinator takes no message of that kind.
         """
 
     @abstractmethod
@@ -225,11 +226,11 @@ class Coordinator(ABC):
         return self.state.rule.decide(self.state.version, self.state.members, complete)
 
     def _versions_of(self, pushes: Sequence[Staged]) -> Sequence[int]:
-        """Return how many versions are whole with each of the pushes of a commit: one with the last."""
+        """Return how many versions each push of a commit completes: the last one completes a version."""
         return [*[0] * (len(pushes) - 1), 1]
 
     def _fragments(self, reports: Reports) -> Sequence[int]:
-        """Return the parts of the model that a commit changes, ascending; none where each version has its own."""
+        """Return the parts of the model that a commit changes, ascending; empty if each version changes all of it."""
         return ()
 
     def _tick(self) -> Outgoing:
@@ -238,38 +239,38 @@ class Coordinator(ABC):
 
     @abstractmethod
     def _is_over(self, worker: int, incarnation: int) -> bool:
-        """Return whether the process that made a push is no member any more."""
+        """Return whether the process that made a push has ceased to be a member."""
 
     @abstractmethod
     def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
-        """Take note that pushes became the present version.
+        """Note that pushes became the present version.
 
         Returns:
             The workers that are sent the new weights, and the messages to send after the commit.
         """
 
     def _known(self) -> Outgoing:
-        """Return the answers that waited until another server knows their version, and are due."""
+        """Return the answers that waited until another server knew their version."""
         return []
 
     @abstractmethod
     def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
-        """Take note that pushes will never be committed; return as `_committed`."""
+        """Note that pushes will never be committed; return the same as `_committed`."""
 
     def _audit(self) -> tuple[Outgoing, bool]:
-        """Compare what workers report of a step, which is staged; return messages, and whether it may be committed."""
+        """Compare the reports of a staged step; return messages, and whether the step may be committed."""
         return [], True
 
     @abstractmethod
     def _refuse(
-        self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]
+        self, pushes: tuple[Staged, ...], reason: str, details: Mapping[str, Any]
     ) -> Outgoing:
-        """Commit none of some pushes, which are not staged any more afterwards.
+        """Give up pushes that the rule chose for the next version; afterwards they are not staged any more.
 
         Args:
-            pushes: that the rule chose for the next version.
+            pushes: all that were chosen.
             reason: "nonfinite", "schedule", "unlike", or "optimizer" for `torn`.
-            about: the fields of a `Failure` that say more.
+            details: further fields of the `Failure`.
         """
 
     # -- reads ---------------------------------------------------------------------------------
@@ -299,10 +300,12 @@ class Coordinator(ABC):
 
     def _reads_due(self) -> Outgoing:
         """Order the snapshots whose version has just been committed."""
-        due = {peer: read for peer, read in self._waiting.items() if read.at <= self.state.version}
-        for peer in due:
+        ready = {
+            peer: read for peer, read in self._waiting.items() if read.at <= self.state.version
+        }
+        for peer in ready:
             del self._waiting[peer]
-        return [order for peer, read in due.items() for order in self._read(peer, read)]
+        return [order for peer, read in ready.items() for order in self._read(peer, read)]
 
     def _counters(self, sequence: int) -> driver.Counters:
         """Return the answer to a request for counters."""
@@ -326,7 +329,7 @@ class Coordinator(ABC):
     # -- stage and commit ----------------------------------------------------------------------
 
     def _version_staged(self, server: int, staged: VersionStaged) -> Outgoing:
-        """Take note that a server has reduced the gradients of all members for the next version."""
+        """Note that a server has reduced the gradients of all members for the next version."""
         if not isinstance(self.state.staging, StagedTogether):
             raise ProtocolError("VERSION_STAGED under a rule that commits pushes one by one")
         if not self.state.is_current(staged.generation, staged.version):
@@ -335,7 +338,7 @@ class Coordinator(ABC):
         return self._decide()
 
     def _push_staged(self, server: int, staged: PushStaged) -> Outgoing:
-        """Take note that a server has staged a push; discard one of a process that is no member."""
+        """Note that a server has staged a push; discard the push of a process that is no member."""
         state = self.state
         if not isinstance(state.staging, StagedEach):
             raise ProtocolError(
@@ -365,8 +368,8 @@ class Coordinator(ABC):
             skip = state.staging.overflowed()
             culprits = [] if self._updates.nonfinite == "pass" else state.staging.culprits(chosen)
             if culprits and self._updates.nonfinite == "refuse" and not skip:
-                about = {"culprits": culprits[:MOST_CULPRITS]}
-                out += self._refuse(chosen, "nonfinite", about)
+                details = {"culprits": culprits[:MOST_CULPRITS]}
+                out += self._refuse(chosen, "nonfinite", details)
             else:
                 out += self._commit(chosen, skip=skip or bool(culprits))
         return out
@@ -424,8 +427,11 @@ class Coordinator(ABC):
         hyper: list[dict[str, Any]],
         *rest: Any,
     ) -> list[Any]:
-        """Return the log's entry of a commit; `last`: as how many versions it counts, and its clock."""
-        # see `steepest.core.engine.commit_log.Commit.from_entry`
+        """Return the log's entry of a commit, as `steepest.core.engine.commit_log.Commit.from_entry` takes it.
+
+        Args:
+            last: the number of versions that the commit makes, and its clock.
+        """
         state, (made, clock) = self.state, last
         entries: list[list[Any]] = []
         for push in pushes:

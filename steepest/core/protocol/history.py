@@ -58,9 +58,9 @@ class CommitHistory:
         """Update a worker's pace, and whether it is a straggler.
 
         Args:
-            timings: seconds by part of its push, which is of so many shares; without "compute" nothing
-                changes.
-            step: that the push is of.
+            timings: seconds by part of its push; without "compute" nothing changes.
+            step: of the push.
+            shares: number of shares that the push is computed from.
         """
         if (seconds := timings.get("compute")) is not None:
             seconds /= shares
@@ -73,7 +73,7 @@ class CommitHistory:
             insort(self._ascending, pace)
 
     def _compare(self, worker: int, pace: float, step: int) -> None:
-        """Record since which step a worker is a straggler, if it is one by its pace beside the others'."""
+        """Compare a worker's pace with the others'; if it is a straggler, note the first such step."""
         others = self._ascending
         if others and pace > SLOW * others[len(others) // 2]:
             self._slow_since.setdefault(worker, step)
@@ -107,7 +107,7 @@ class CommitHistory:
             self._log.clear()
 
     def counters(self) -> dict[str, Any]:
-        """Return `counts`, and what is known of the workers' speed.
+        """Return `counts`, and the workers' speed.
 
         "paces" has (worker, seconds), "slow" has (straggler, the step since which it is slow).
         """
@@ -121,7 +121,7 @@ class CommitHistory:
             first: index of the page's first entry.
 
         Returns:
-            "log", the entries, and "length" of the whole log; "log" alone, None, if it is not kept.
+            "log", the entries, and "length" of the whole log; if none is kept, only "log", which is None.
         """
         if self._log is None:
             return {"log": None}

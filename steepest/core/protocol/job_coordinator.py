@@ -42,13 +42,13 @@ class JobCoordinator(Coordinator):
 
     Args:
         state: with the indices of the workers that must join before the first step.
-        updates: what becomes of gradients.
+        updates: how gradients become an update.
         step_timeout: seconds after which an open step is given up.
         replaces: whether a lost worker is waited for, because another process will join in its
             place; otherwise the loss is a failure.
         reloads: whether each generation begins with all weights, because those of the one before may
             not come any more.
-        audits: compares gradients of audited steps; None without such.
+        audits: compares the gradients of audited steps; None if no step is audited.
         replaces_wrong: whether a step is committed only when a worker that computes wrongly has a successor.
 
     Attributes:
@@ -78,7 +78,7 @@ class JobCoordinator(Coordinator):
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
         self._begun = False  # whether all workers have been joined at the same time
         self._client: Peer | None = None  # which asked for something last
-        # whom a failure was sent last, and the generation that began with it
+        # the client that was sent the last failure, and the generation that began with it
         self._told: tuple[Peer | None, int] = (None, 0)
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
@@ -160,7 +160,7 @@ class JobCoordinator(Coordinator):
         return self._fail("deadline", {"awaited": awaited, "seconds": self._step_timeout})
 
     def _awaited(self, overdue: Sequence[int] = ()) -> list[Peer]:
-        """Return the workers or servers that the open step waits for; if shares are overdue, their workers."""
+        """Return the workers or servers that the open step waits for; of `overdue` workers if there are any."""
         state, (held, wrong) = self.state, self._held
         if held == state.generation and wrong is not None:
             return [worker_peer(wrong)]
@@ -206,13 +206,15 @@ class JobCoordinator(Coordinator):
     # -- workers that come and go --------------------------------------------------------------
 
     def _is_over(self, worker: int, incarnation: int) -> bool:
-        """Return whether a push's process is no member any more."""
+        """Return whether the process that made a push has ceased to be a member."""
         known = worker in self.joined and self._incarnations[worker] == incarnation
         return not (known or self.state.needs_all)
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
-        """Make a process a member; a generation begins once all workers have joined."""
-        # A successor may join while the others go on.
+        """Make a process a member; a generation begins once all workers have joined.
+
+        Unless every worker is needed, a successor joins the present generation while the others go on.
+        """
         state = self.state
         known = self._incarnations.get(worker, -1)
         if incarnation < known or (worker in self.joined and known == incarnation):
@@ -242,9 +244,11 @@ class JobCoordinator(Coordinator):
         return self._end(worker, request.why) if self._replaces and known else []
 
     def _end(self, worker: int, reason: str) -> Outgoing:
-        """End the membership of a worker's process; another one will join in its place."""
-        # Where every member contributes to every version the open step is void, and taken again when the successor has
-        # joined. Otherwise the others go on, also with the share that the lost worker had.
+        """End the membership of a worker's process; another one will join in its place.
+
+        If every member contributes to every version, the open step is void and repeated with the successor. Otherwise
+        the other workers go on, and one of them computes the lost worker's share.
+        """
         state = self.state
         self.joined.discard(worker)
         incarnation = self._incarnations.get(worker, 0)
@@ -265,10 +269,13 @@ class JobCoordinator(Coordinator):
     def _begin_generation(
         self, *, reload: bool, again: bool = False, anew: bool = False
     ) -> Outgoing:
-        """Begin a generation, which voids every staged push."""
-        # Install clients' waiting states if all workers have joined. reload: whether servers send all weights to all
-        # members; again: whether the steps stay granted, and, unless `anew`, gradients computed from the same weights
-        # stay good.
+        """Begin a generation, which voids every staged push; install waiting states if all workers have joined.
+
+        Args:
+            reload: whether servers send all weights to all members.
+            again: whether steps stay granted, and gradients of the same weights stay valid.
+            anew: with `again`, whether gradients are computed anew.
+        """
         state = self.state
         state.begin_generation(self.joined)
         if not again:
@@ -294,7 +301,7 @@ class JobCoordinator(Coordinator):
     # -- clients -------------------------------------------------------------------------------
 
     def _ask(self, client: Peer, request: driver.AskForSteps) -> Outgoing:
-        """Grant more steps, unless they follow steps that have failed, of which the client is to hear yet."""
+        """Grant more steps, unless the client asked before it heard that earlier steps had failed."""
         told, since = self._told
         if client == told and request.generation < since:
             return []
@@ -354,7 +361,7 @@ class JobCoordinator(Coordinator):
     # -- going on ------------------------------------------------------------------------------
 
     def _go_on(self) -> Outgoing:
-        """Return the messages that tell workers how far they may go, or what to compute next."""
+        """Return the messages that grant steps to workers, or lease them their next shares."""
         state = self.state
         if not self._begun or len(self.joined) < state.rule.needs(len(state.members)):
             return []
@@ -367,9 +374,12 @@ class JobCoordinator(Coordinator):
         return [(worker_peer(worker), grant.pack()) for worker in sorted(self.joined)]
 
     def _lease(self) -> tuple[Readers, Outgoing]:
-        """Lease shares to idle workers, the slowest first."""
-        # Return who needs new weights, and the messages with the leases. Every idle worker needs them when all granted
-        # steps are committed.
+        """Lease shares to idle workers, the slowest first.
+
+        Returns:
+            The workers that need new weights, and the messages with the leases. When all granted steps are committed
+            every idle worker needs them.
+        """
         state = self.state
         granted = self.limit - state.version
         out: Outgoing = []
@@ -382,9 +392,9 @@ class JobCoordinator(Coordinator):
         return [[worker, 0] for worker in behind], out
 
     def _leases(self, granted: int) -> Iterator[tuple[int, Lease]]:
-        """Lease free shares to idle workers while so many versions are granted; yield the workers with their leases."""
+        """Lease free shares of the granted versions to idle workers; yield the workers with their leases."""
         state = self.state
-        # Where a step is several updates, no more pushes than these need may be on their way.
+        # if a step is several updates, no more pushes than these need may be on their way
         several = state.versions_per_step > 1 or not granted
         most = granted * state.pushes_per_update if several else math.inf
         for worker, shares, _ in state.leases.lease(self.joined, most, self._now):
@@ -430,19 +440,18 @@ class JobCoordinator(Coordinator):
         return out
 
     def _note_paces(self, made: Made, version: int) -> None:
-        """Note how fast workers were whose pushes are part of a version."""
+        """Note the pace of the workers whose pushes are part of a version."""
         for worker, report in made.reports.items():
             self._add_timings(worker, report, version)
 
     def _add_timings(self, worker: int, report: Reported, version: int, shares: int = 1) -> None:
-        """Note the pace of a worker whose push, of so many shares, is part of a version."""
-        # at an epoch's end a worker may have no samples, and computes nothing
-        if isinstance(report, Report) and report.samples:
+        """Note the pace of a worker whose push, of `shares` shares, is part of a version."""
+        if isinstance(report, Report) and report.samples:  # none at an epoch's end, perhaps
             step = (version - 1) // self.state.versions_per_step
             self.state.history.add_timings(worker, report.timings, step, shares)
 
     def _results(self, generation: int, ended: int, now: int) -> Outgoing:
-        """Return the result of the step that has ended since so many had, if one has."""
+        """Return the result of the last step if more steps have ended `now` than before (`ended`)."""
         if now == ended:
             return []
         version = now * self.state.versions_per_step
@@ -450,9 +459,11 @@ class JobCoordinator(Coordinator):
         return [] if self._client is None else [(self._client, result.pack())]
 
     def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
-        """Let workers go on whose pushes came too late."""
-        # If more steps are to come their shares are free only after the next leases: a worker that is too slow for a
-        # share would get it again and again.
+        """Let the workers of late pushes go on.
+
+        If more steps are to come, their shares become free only after the next leases: otherwise a worker that is too
+        slow for a share would get it again and again.
+        """
         leases = self.state.leases
         shares = leases.drop(pushes)
         to_lease = self.limit - self.state.version - len(leases.busy)
@@ -472,19 +483,19 @@ class JobCoordinator(Coordinator):
         if self._held[0] == state.generation:
             return [], False
         reports = state.staging.reports()
-        found = self._audits.judge(state.version, reports)
-        if found is None:
+        finding = self._audits.judge(state.version, reports)
+        if finding is None:
             return [], True
-        if found.again:
+        if finding.again:
             begun = self._begin_generation(reload=False, again=True, anew=True)
             return begun + self._go_on(), False
-        waits = self._replaces_wrong and found.worker is not None and self._client is not None
+        waits = self._replaces_wrong and finding.worker is not None and self._client is not None
         if waits:
-            self._held = state.generation, found.worker
-        life = 0 if found.worker is None else reports[found.worker].incarnation
+            self._held = state.generation, finding.worker
+        life = 0 if finding.worker is None else reports[finding.worker].incarnation
         difference = driver.AuditDifference(
-            *(state.generation, state.version, state.step + 1, found.pairs, found.why),
-            *(found.worker, life, waits),
+            *(state.generation, state.version, state.step + 1, finding.pairs, finding.why),
+            *(finding.worker, life, waits),
         )
         told = [] if self._client is None else [(self._client, difference.pack())]
         return told, not waits
@@ -492,10 +503,10 @@ class JobCoordinator(Coordinator):
     # -- failure -------------------------------------------------------------------------------
 
     def _refuse(
-        self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]
+        self, pushes: tuple[Staged, ...], reason: str, details: Mapping[str, Any]
     ) -> Outgoing:
         """Fail the open step."""
-        return self._fail(reason, about)
+        return self._fail(reason, details)
 
     def _fail_for_loss(self) -> Outgoing:
         """Fail the open step because of the first loss."""
@@ -506,19 +517,20 @@ class JobCoordinator(Coordinator):
         """Fail the open step because a worker's model raised."""
         if failed.generation != self.state.generation:
             return []
-        about = {
+        details = {
             "worker": worker,
             "error": failed.error,
             "traceback": failed.traceback,
             "kind": failed.kind,
         }
         # the model may have written to its weights before it raised
-        return self._fail("raised", about, reload=True)
+        return self._fail("raised", details, reload=True)
 
     def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
-        """Fail this step and all later ones: a server's optimizer raised in a committed update."""
-        # Others have applied it, so that the servers' chunks are of no version. Further servers that say so are
-        # ignored.
+        """Fail this step and all later ones: a server's optimizer raised in a committed update.
+
+        Other servers have applied it, so the chunks are of no common version. Further such messages are ignored.
+        """
         if self.torn is not None:
             return []
         self.torn = {
@@ -530,13 +542,17 @@ class JobCoordinator(Coordinator):
         }
         return self._fail("optimizer", self.torn)
 
-    def _fail(self, reason: str, about: Mapping[str, Any], *, reload: bool = False) -> Outgoing:
-        """Give the open step up and begin a generation; `reason` and `about` are of the client's `Failure`."""
-        # Nothing of the step is applied. reload: whether servers send all weights to all members.
+    def _fail(self, reason: str, details: Mapping[str, Any], *, reload: bool = False) -> Outgoing:
+        """Give the open step up, of which nothing is applied, and begin a generation.
+
+        Args:
+            reason, details: fields of the `Failure` that the client is sent.
+            reload: whether servers send all weights to all members.
+        """
         state = self.state
         out = self._begin_generation(reload=reload)
         if self._client is not None:
-            fields = {"step": state.step, "reason": reason, **about}
+            fields = {"step": state.step, "reason": reason, **details}
             failure = driver.Failure(state.generation, state.version, **fields)
             self._told = self._client, state.generation
             out.append((self._client, failure.pack()))

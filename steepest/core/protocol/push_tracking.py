@@ -15,11 +15,11 @@ from steepest.errors import ProtocolError
 
 #: (worker, parameter) of NaN and infinity.
 Culprits = list[tuple[int, str]]
-#: What a worker, or a parameter server's user, says when every chunk of a push was sent.
+#: The message of a worker, or of a parameter server's user, once every chunk of a push was sent.
 Reported = Report | Pushed
 #: By worker.
 Reports = dict[int, Reported]
-#: The most culprits that one message names, of maybe all workers' parameters.
+#: The most culprits that one message names.
 MOST_CULPRITS = 100
 
 #: The most pushes of one worker that are tracked before they are decided on.
@@ -55,9 +55,10 @@ class Staging(ABC):
 
     @abstractmethod
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Remove the incomplete pushes of a worker's process that is no member any more; return them.
+        """Remove the incomplete pushes of a worker whose process has ceased to be a member.
 
-        Also whether the worker has a complete one, which may still be committed.
+        Returns:
+            These pushes, and whether the worker has a complete one, which may still be committed.
         """
 
     @abstractmethod
@@ -73,7 +74,7 @@ class Staging(ABC):
         """Return, for each worker with a reported push, the servers that have not staged it."""
 
     def overflowed(self) -> bool:
-        """Return whether a worker has reported that the next version is to be one that changes nothing."""
+        """Return whether a worker has reported an overflow, so that the next version changes nothing."""
         return False
 
     def culprits(self, pushes: Sequence[Staged]) -> Culprits:
@@ -90,7 +91,7 @@ class Staging(ABC):
         return math.sqrt(sum(sorted(message.squares for message in self._messages(pushes))))
 
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
-        """Return which of these workers have not reported; if all have, the awaited servers."""
+        """Return which of these workers have not reported; if all have, the servers that have not staged."""
         missing = self._missing()
         silent = [worker_peer(worker) for worker in workers if worker not in missing]
         servers = {server for part in missing.values() for server in part}
@@ -127,7 +128,7 @@ class StagedTogether(Staging):
         return reports
 
     def reports(self) -> dict[int, Report]:
-        """Return the reports of workers by index, which stay."""
+        """Return the reports by worker, without removing them."""
         each = {worker: report for worker, (_, report) in self._reports.items()}
         return {worker: report for worker, report in each.items() if isinstance(report, Report)}
 
@@ -184,7 +185,7 @@ class SequenceSet:
 
 
 class ClosedPushes:
-    """The pushes that are decided on or void: nothing that is said of them later is taken."""
+    """The pushes that are decided on or void: later messages about them are ignored."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[int, int], SequenceSet] = {}
@@ -227,7 +228,7 @@ class StagedEach(Staging):
         self._closing: dict[int, set[int | None]] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push, see `Staging.report`; of a closed push it is ignored.
+        """Add the report of a push, see `Staging.report`; the report of a closed push is ignored.
 
         Raises:
             ProtocolError: too many other pushes of the worker are not complete.
@@ -249,11 +250,11 @@ class StagedEach(Staging):
         ]
 
     def is_closed(self, push: PushId) -> bool:
-        """Return whether a push is decided on or void; what is said of it then comes too late."""
+        """Return whether a push is decided on or void, so that messages about it come too late."""
         return push in self._closed
 
     def staged(self, server: int, staged: PushStaged) -> None:
-        """Add that a server has staged all of a push; of a closed push it is ignored.
+        """Note that a server has staged all of a push; a closed push is ignored.
 
         Raises:
             ProtocolError: too many other pushes of the worker are not complete.
@@ -264,7 +265,7 @@ class StagedEach(Staging):
             self._check_complete(push)
 
     def _track(self, push: PushId) -> _TrackedPush:
-        """Return what is known of a push, from its first message on."""
+        """Return the record of a push, which its first message creates."""
         progress = self._tracked.get(push)
         if progress is None:
             if (

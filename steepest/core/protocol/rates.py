@@ -20,12 +20,12 @@ def rates_at(changes: RateChanges, step: int) -> Rates:
 
 
 def begun_by(changes: RateChanges, step: int) -> int:
-    """Return how many of some changes, by ascending step, are of a step or of earlier ones."""
+    """Return how many changes, which are sorted by step, take effect at a step or before it."""
     return bisect_right(changes, step, key=lambda change: change[0])
 
 
 def changes_since(changes: RateChanges, step: int) -> RateChanges:
-    """Return the changes without those that concern earlier steps than a step alone.
+    """Return the changes without those that another change has replaced by `step`.
 
     Example:
         >>> changes_since([(2, [0.3]), (5, [0.1]), (9, None)], 6)

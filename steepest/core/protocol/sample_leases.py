@@ -81,7 +81,7 @@ class _Busy:
 
     @property
     def held(self) -> range:
-        """The shares that nobody else may have."""
+        """The shares that no other worker may have."""
         return range(0) if self.is_free else self.shares
 
 
@@ -113,7 +113,7 @@ class Leases:
 
     @property
     def awaited(self) -> list[int]:
-        """The busy workers whose shares nobody else may have; all busy ones if there is none."""
+        """The busy workers whose shares no other worker may have; if there are none, all busy workers."""
         return [worker for worker, busy in self._busy.items() if not busy.is_free] or [*self._busy]
 
     def shares_of(self, worker: int) -> range:
@@ -140,8 +140,8 @@ class Leases:
         Args:
             most: how many shares may be out, perhaps infinity.
             now: in seconds on the caller's clock.
-            wanted: how many a worker gets at most.
-            ahead: whether workers get their next ones, too, while there are enough for all.
+            wanted: returns the most shares that a worker gets.
+            ahead: whether workers also get their next shares, while there are enough for all.
         """
         leased = []
         # a copy at each push of a thousand workers would take longer than all else here
@@ -173,7 +173,7 @@ class Leases:
         return shares
 
     def _end(self, worker: int) -> range:
-        """End a busy worker's lease; return its shares that nobody else may have."""
+        """End a busy worker's lease; return its shares that no other worker may have."""
         busy = self._busy.pop(worker)
         self._idle.add(worker)
         self.out -= len(busy.shares)
@@ -216,8 +216,10 @@ class Leases:
             busy.is_free = True
 
     def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
-        """Add a worker that has the present version's weights; its clock is not below the others' lowest."""
-        # So it holds up no other worker.
+        """Add a worker that has the present version's weights.
+
+        Its clock is raised to the lowest of the others', so that it holds up no other worker.
+        """
         self.last_applied.pop(worker, None)
         self.sent[worker] = version
         others = [self.clocks[other] for other in joined if other != worker]
@@ -247,9 +249,9 @@ class Leases:
         self.sent = dict.fromkeys(joined, version)
 
     def overdue(self, now: float, timeout: float) -> list[int]:
-        """Return the workers with leases `timeout` seconds old or older of shares that nobody else may have.
+        """Return the workers whose leases, of shares that no other worker may have, are `timeout` seconds old or older.
 
-        One from before the first call begins then.
+        A lease from before the first call counts from that call.
         """
         for busy in self._busy.values():
             busy.since = min(busy.since, now)

@@ -53,11 +53,12 @@ class OpenStep:
 def summarize(
     reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool
 ) -> dict[str, Any]:
-    """Return a `Result`'s fields: loss and metrics, by samples; with `stats` mean timings in seconds.
+    """Return the fields of a `Result`.
 
     Args:
         reports: of each push, with its staleness in versions.
         norms: of each version's gradient; None if unknown.
+        stats: whether to add loss and metrics, means over samples, and mean timings in seconds.
     """
     pushes = [report for report, _ in reports]
     summary: dict[str, Any] = {
