@@ -48,8 +48,8 @@ class GradientSum:
         self._weight = 0.0  # of the present batch
         self._total = 0.0  # weight of the batches that ended
         self._present: set[int] = set()
-        # By chunk, sums of several batches where float16 or bfloat16 would be rounded at each. What is passed on are
-        # means then, which overflow least; of all chunks, whose unit is the same.
+        # By chunk, sums of several batches in float32, since float16 or bfloat16 would be rounded at each batch. Then
+        # means of all chunks are passed on, which overflow least and have one unit.
         self._wide: dict[int, torch.Tensor] = {}
         self._wide_dtypes = _wide_dtypes(layout) if count > 1 else {}
 
@@ -60,7 +60,7 @@ class GradientSum:
         self._missing = list(self._layout.chunk_elements)
 
     def begin_again(self) -> None:
-        """Begin the only batch again: all that was ready is not."""
+        """Begin the only batch again: no gradient of it is ready any more."""
         if self._copies is not None:
             self._copies.drop()
         self._missing = list(self._layout.chunk_elements)
@@ -87,7 +87,7 @@ class GradientSum:
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
         """Take an entry's gradient, or its part in a chunk, see `steepest.core.models.protocol.Ready`.
 
-        A chunk is added when the last of its entries is here, and passed on then if this is the last batch.
+        A chunk is added when the last of its entries is here, and passed on if this is the last batch.
         """
         self._weight = weight
         if present and weight:
@@ -147,7 +147,7 @@ class GradientSum:
 
 
 def _wide_dtypes(layout: ParameterLayout) -> dict[int, torch.dtype]:
-    """Return, by chunk, the dtypes in which gradients are added up where these are not the chunks' own."""
+    """Return, by chunk, the dtype in which gradients are added up if it is not the chunk's own."""
     own = {index: layout.chunks[index].dtype for index in layout.trainable_chunks}
     return {
         index: sum_dtype(dtype) for index, dtype in own.items() if sum_dtype(dtype) is not dtype

@@ -22,12 +22,12 @@ class _BegunCopy(NamedTuple):
 class HostCopies:
     """Copies from a device to the host that end later, in the order in which they were begun.
 
-    They are on a stream of their own, beside that on which the model computes. A copy begins when what the present
-    stream has to do by then is done. No GPU has run this yet.
+    They run on a stream of their own, beside the model's. A copy begins after the work that the present stream has
+    queued. No GPU has run this yet.
 
     Args:
         device: of the model.
-        memory: flat host vectors that are copied from or to; they are pinned, where the driver lets them.
+        memory: flat host vectors that are copied from or to; they are pinned, if the driver allows that.
     """
 
     def __init__(self, device: torch.device, memory: Sequence[torch.Tensor]) -> None:
@@ -70,15 +70,17 @@ class HostCopies:
 def copies_for(
     devices: Sequence[torch.device], memory: Sequence[torch.Tensor]
 ) -> HostCopies | None:
-    """Return the copies of a worker's gradients from its replica's GPU; None where it has no single one."""
+    """Return the copies of a worker's gradients from its replica's GPU; None if it has no GPU, or several."""
     if len(devices) != 1 or devices[0].type == "cpu":
         return None
     return HostCopies(devices[0], memory)
 
 
 def _pinned(vector: torch.Tensor, device: torch.device) -> bool:
-    """Pin the pages of a vector of the host; return whether they were, without which copies wait."""
-    # elsewhere the driver would make a context, of some hundred megabytes, on the first GPU
+    """Pin the pages of a host vector; return whether that succeeded: without it copies block.
+
+    Without `device` the driver would make a context, of some hundred megabytes, on the first GPU.
+    """
     with torch.cuda.device(device):
         failed = int(torch.cuda.cudart().cudaHostRegister(vector.data_ptr(), vector.numel(), 0))  # type: ignore[no-untyped-call]
     if failed:
@@ -88,8 +90,8 @@ def _pinned(vector: torch.Tensor, device: torch.device) -> bool:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Have CUDA forget its last error, which torch raises behind the next kernel, whosever that is."""
-    with contextlib.suppress(RuntimeError):  # of the kernel that is started here for it
+    """Clear CUDA's last error, which torch would raise after the next kernel, even an unrelated one."""
+    with contextlib.suppress(RuntimeError):  # raised after this kernel instead
         torch.zeros(1, device=device)
 
 

@@ -36,7 +36,7 @@ from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.transport.router import Role, Router
 from steepest.errors import ConfigurationError
 
-#: How often a coordinator looks, while it waits for further pushes of a round, whether the time for that is over.
+#: How often, while it waits for further pushes of a round, a coordinator checks whether the grace period is over.
 _LOOKS = 4
 
 
@@ -58,14 +58,14 @@ def build_replicas(
         worker: its index.
         models: one for each device.
         devices: of the models.
-        before: the replicas of these models in an earlier job; they are returned, with another
-            index, where they fit this job, and their place in the data is kept in any case.
+        before: the replicas of these models in an earlier job. If they fit this job they are renumbered
+            and returned; their place in the data is kept in any case.
         memory: for new replicas' weights and gradients, see `memory_for`.
-        extensions: of which one may have replicas of another kind.
+        extensions: one of them may have replicas of another kind.
         serves: whether servers of the job are hosted in the worker's process.
 
     Raises:
-        ConfigurationError: no extension has those that the strategy needs.
+        ConfigurationError: no extension has the replicas that the strategy needs.
     """
     share = WorkShare(
         first_index=worker * job.devices_per_worker,
@@ -104,7 +104,7 @@ def build_replicas(
 
 
 def make_coordinator(job: Job) -> JobCoordinator:
-    """Return the coordinator of a job, whose messages someone else carries."""
+    """Return the coordinator of a job; the caller carries its messages."""
     chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
     state = CommitState(
         members=frozenset(range(job.num_workers)),
@@ -174,8 +174,8 @@ def host_server(
         job: of the server.
         index: of the server.
         weights: the flat vector (uint8, of the layout's size) with the initial values.
-        shared: whether workers compute with the weights in that very vector, so that the server
-            must update them there.
+        shared: whether workers compute with the weights in this same vector, so that the server
+            must update them in place.
         arriving: the state with which the model's optimizer arrives; under local SGD it is for
             workers alone.
     """
@@ -223,7 +223,7 @@ def host_worker(
         wait: called in the middle of a step to receive more of its weights; by default a turn of
             the router.
         incarnation: number of this life of the worker, from 0.
-        extensions: what the worker may exchange beside dense chunks; each stands around those before it.
+        extensions: add to the worker's exchange of dense chunks; each wraps those before it.
 
     Raises:
         ConfigurationError: no extension has what the strategy or the models need.
@@ -284,7 +284,11 @@ def host_worker(
 
 
 def _route(job: Job, worker: int, extensions: Sequence[Extension]) -> Callable[[int], Peer]:
-    """Return who takes what a worker pushes to a server; ConfigurationError: nobody knows the host's aggregator."""
+    """Return a function from a server to the peer that takes a worker's pushes for it.
+
+    Raises:
+        ConfigurationError: the worker's host has an aggregator, and no extension for it is given.
+    """
     for extension in extensions:
         if (route := extension.route(job, worker)) is not None:
             return route
@@ -310,7 +314,7 @@ def _compressor(
 
 
 def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:
-    """Have a router deliver messages to a role, and admit what the job's messages may say."""
+    """Have a router deliver messages to a role, and admit only messages that the job allows."""
     router.host(peer, role)
     router.admit(MessageCheck(job.lines, job.limits))
     if job.description.attend is not None and peer.role in ("server", "worker"):

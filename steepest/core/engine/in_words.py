@@ -11,7 +11,7 @@ _MOST_RANGES = 6
 
 
 def chunks_in_words(chunks: Iterable[int]) -> str:
-    """Return indices of chunks in words, such as "chunk 3" or "chunks 0-4, 7"; of many ranges the first.
+    """Return indices of chunks in words, such as "chunk 3" or "chunks 0-4, 7"; only the first of many ranges.
 
     Example:
         >>> chunks_in_words([7, 0, 1, 2])

@@ -26,13 +26,13 @@ def where_lent(message: Message, size: int) -> torch.Tensor:
 
 
 class ArrivingWeights:
-    """A reader's flat vector of weights, to which chunks are written as they arrive, and each one's version.
+    """A reader's flat vector of weights, to which chunks are written as they arrive, and the version of each.
 
     Args:
         reader: its name, for errors.
-        vector: uint8, flat, of the layout's size, may be assigned another.
-        wire_dtype: half precision in which float32 chunks may come; None for as they are.
-        codec: the form in which their changes may come.
+        vector: uint8, flat, of the layout's size; the attribute may be set to another one.
+        wire_dtype: half precision in which float32 chunks may come; None if they come as they are.
+        codec: the form in which changes of chunks may come; None for none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ArrivingWeights:
         self._reader = reader
         self._layout = layout
         self._wire_dtype, self._codec = wire_dtype, codec
-        # by chunk, the bytes of a change of it; None where none comes
+        # by chunk, the size of a change in bytes; None if no changes come
         self._packed = [None if codec is None else codec.size(layout, c) for c in layout.chunks]
         self.vector = vector
         self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
@@ -75,9 +75,7 @@ class ArrivingWeights:
         return self._views[index][0]
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return memory of `size` bytes for an arriving WEIGHTS: in the vector where that can be.
-
-        None to drop an old chunk.
+        """Return memory of `size` bytes for an arriving WEIGHTS, in the vector if possible; None to drop an old chunk.
 
         Raises:
             ProtocolError: there is no such chunk, or it has another size.
@@ -100,10 +98,10 @@ class ArrivingWeights:
         return view if self._on_host else where_lent(message, size)
 
     def receive(self, message: Message) -> Weights | None:
-        """Write an arrived chunk to the vector; return its fields, or None for one not newer.
+        """Write an arrived chunk to the vector; return its fields, or None if the vector has it or a newer one.
 
         Raises:
-            ProtocolError: it is no WEIGHTS.
+            ProtocolError: the message is not WEIGHTS.
         """
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
@@ -129,7 +127,7 @@ class ArrivingWeights:
         return weights
 
     def _is_of_changes(self, chunk: int, size: int) -> bool:
-        """Return whether so many bytes of a chunk are its changes, one or several."""
+        """Return whether a payload of `size` bytes holds changes of a chunk, one or several."""
         packed = self._packed[chunk]
         if packed is None or size >= self._views[chunk][0].nbytes:
             return False
@@ -146,21 +144,22 @@ class ArrivingWeights:
             codec.add(self._layout, chunk, [(packed.clone() if at else packed, 1.0)], values)
 
     def _sent_with(self, weights: Weights) -> frozenset[int]:
-        """Return the chunks of which a reader is sent a version."""
+        """Return the chunks that readers are sent of the version of a message."""
         if weights.fragments is None:
             return self._layout.changed_by(weights.version)
         return self._layout.of_fragments(weights.fragments)
 
     def has(self, entry: int | None, key: Key) -> bool:
-        """Return whether a trainable parameter is here whole, at a generation and version or later.
+        """Return whether a trainable parameter is here whole, of `key`'s generation and version or later.
 
-        None: all that the version changes.
+        Args:
+            entry: its index; None for all chunks that the version changes.
         """
         chunks = self._layout.changed_by(key[1]) if entry is None else self._layout.chunks_of[entry]
         return all(self._newest[chunk] >= key for chunk in chunks)
 
     def missing(self, key: Key) -> list[int]:
-        """Return the chunks of a version that have not come, nor later ones; any thread may ask."""
+        """Return the chunks of a version that have not come in it or a later one; any thread may call this."""
         changed = self._layout.changed_by(key[1]) if self.newest[1] >= 0 else self._all
         chunks = self._awaited.get(key, changed)
         return [chunk for chunk in chunks if self._newest[chunk] < key]

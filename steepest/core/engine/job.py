@@ -1,4 +1,4 @@
-"""One job: the facts that all its processes share, and what its models are like."""
+"""One job: the facts that all its processes share, and the description of its models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.core.transport.router import Role, Router
 from steepest.errors import ConfigurationError, ModelError
 
-#: The most servers that hold an opaque chunk, where a strategy has a copy of all else everywhere.
+#: The most servers that hold an opaque chunk, also if a strategy has copies of other chunks on all servers.
 _OPAQUE_COPIES = 2
 
 ModelCreator = Callable[[int, int], Model]
@@ -41,20 +41,18 @@ ModelCreator = Callable[[int, int], Model]
 
 @dataclass(frozen=True)
 class Description:
-    """What one worker's models are like; all workers must agree."""
+    """The traits of one worker's models and data, which must be the same on all workers."""
 
     layout: ParameterLayout
     optimizer_spec: OptimizerSpec
     samples: int | None  # of training data; None for streams
     batch_size: int  # samples of one batch
-    blocks: Blocks | None = (
-        None  # of the data, see `steepest.core.data.protocol.Blocks`; None without
-    )
+    # of the data, see `steepest.core.data.protocol.Blocks`; None if they have none
+    blocks: Blocks | None = None
     threads: int = 1  # torch's in the process that described the models
-    # whether replicas have values of their own beside trained parameters: buffers, or frozen parameters, which a model
-    # may change itself
+    # whether replicas have values beside trained parameters that a model may change itself: buffers, frozen parameters
     changing: bool = False
-    # of models made for tests: called with each server and worker that is hosted in a process
+    # for tests: called with each server and worker that is hosted in a process
     attend: Callable[[Router, Peer, Role], None] | None = None
     drop_last: bool = False  # of the data, see `SamplePlan`
     notice: str = ""  # what users should know of the data and the model, which the driver logs
@@ -63,14 +61,14 @@ class Description:
     # of the data, see `steepest.core.data.fingerprint`; worker 0's counts
     fingerprint: Fingerprint = field(default_factory=dict, hash=False)
     row_hashes: RowHashes = field(default_factory=dict, hash=False)
-    # the greatest norm of a gradient, unless the strategy says another
+    # the greatest norm of a gradient, unless the strategy sets one
     clip_norm: float | None = None
-    # whether a `global_batch_size` is divided by the data: what is a batch to them is none of the job's
+    # whether the data divide a `global_batch_size` themselves
     divides: bool = False
-    # whether an update is to be the sum over its samples, and no mean
+    # whether an update is to be the sum over its samples instead of the mean
     sums: bool = False
-    # what stands for all replicas' values of a buffer or frozen parameter, by name: "mean" or "first", see
-    # `steepest.core.engine.replica_states.merged_states`; only of those that the model says it of
+    # how replicas' values of a buffer or frozen parameter are merged, by name: "mean" or "first", for those that the
+    # model names; see `steepest.core.engine.replica_states.merged_states`
     merging: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
@@ -80,7 +78,7 @@ class Job:
 
     Raises:
         ConfigurationError: `global_batch_size` with data that choose their own batches; opaque
-            chunks that nothing is attached for, or that cannot be trained so.
+            chunks for which nothing is attached, or which the strategy cannot train.
     """
 
     description: Description
@@ -96,13 +94,13 @@ class Job:
     accumulate: int = 1  # micro-batches that each replica has at least for one gradient
     # where the learning-rate schedule stands at step 0, see `updates_before`
     schedule_offset: int = 0
-    replaces: bool = False  # whether a worker that is lost is replaced, where that can be
+    replaces: bool = False  # whether a lost worker is replaced, if that is possible
     # samples of one batch of all replicas together; None for as many as the models' batch size makes
     global_batch_size: int | None = None
     # names of parameters that are trained although models are made with them frozen
     unfrozen: frozenset[str] = frozenset()
-    # the share of the steps in which each worker computes another one's samples, too, and whether one that computes
-    # wrongly is replaced
+    # the share of the steps in which each worker also computes another worker's samples, and whether a worker that
+    # computes wrongly is replaced
     audit: float = 0.0
     audit_replaces: bool = False
 
@@ -166,7 +164,7 @@ class Job:
             raise ConfigurationError(f"audit={self.audit} with {reason}, or leave audit= out")
 
     def _require_plain_sums(self) -> None:
-        """Check that gradients are such as workers add up among themselves; ConfigurationError otherwise."""
+        """Check that workers can add up gradients among themselves; ConfigurationError otherwise."""
         strategy, reason = self.strategy, ""
         if strategy.codec is not None:
             reason = f"its codec {type(strategy.codec).__name__} is for what servers add up"
@@ -228,23 +226,25 @@ class Job:
         """The servers that hold each chunk: the one that answers for it, then those with copies."""
         hosts, count = self.places.servers, self.num_servers
 
-        def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
+        def rank(
+            owner: int, other: int
+        ) -> tuple[bool, int]:  # other hosts than the owner's come first
             return hosts[other] == hosts[owner] and other != owner, (other - owner) % count
 
         @cache
-        def found(owner: int, copies: int) -> tuple[int, ...]:
+        def holders_of(owner: int, copies: int) -> tuple[int, ...]:
             others = (other for other in range(count) if other != owner)
             return owner, *nsmallest(copies - 1, others, key=lambda other: rank(owner, other))
 
         opaque = min(self.replication, _OPAQUE_COPIES)
         return tuple(
-            found(owner, opaque if chunk.is_opaque else self.replication)
+            holders_of(owner, opaque if chunk.is_opaque else self.replication)
             for chunk, owner in zip(self.description.layout.chunks, self.owners, strict=True)
         )
 
     @property
     def passes_weights(self) -> bool:
-        """Whether workers pass new weights on among themselves: they add up gradients, and no server has all chunks."""
+        """Whether workers pass on new weights among themselves: they add up gradients, and no server has all chunks."""
         return self.places.reduces and self.replication < self.num_servers
 
     @property
@@ -280,7 +280,7 @@ class Job:
 
     @cached_property
     def stores(self) -> Stores | None:
-        """What makes the stores of the layout's opaque chunks; None without such chunks."""
+        """The maker of the stores of the layout's opaque chunks; None without such chunks."""
         opaque = self.description.opaque
         return None if opaque is None else opaque.stores(self.description.layout, self.seed)
 
@@ -333,12 +333,12 @@ class Job:
 
     @property
     def leases_samples(self) -> bool:
-        """Whether workers are given shares of the samples one by one, likewise."""
+        """Whether workers are given shares of the samples one by one; see `steepest.core.protocol.commit_rules`."""
         return leases_samples(self.strategy.rule)
 
     @property
     def stages_each(self) -> bool:
-        """Whether servers keep each push by itself until it is chosen, likewise."""
+        """Whether servers keep each push by itself until it is chosen; see `steepest.core.protocol.commit_rules`."""
         return stages_each(self.strategy.rule)
 
     @property
@@ -348,7 +348,7 @@ class Job:
 
     @property
     def sums_at_commit(self) -> bool:
-        """Whether an update becomes the sum over its samples when it is committed: before, no worker knows these."""
+        """Whether an update is turned into the sum over its samples at its commit: no worker knows them all before."""
         known = not self.stages_each or self.pushes_per_update == 1 or self.strategy.local
         return self.description.sums and not known
 
@@ -367,7 +367,7 @@ class Job:
 
     @property
     def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
-        """The formats in which float32 chunks are pushed and pulled; one worker pushes none that only saves bytes."""
+        """The formats in which float32 chunks are pushed and pulled; a single worker uses none just to save bytes."""
         codec, pulled = self.strategy.wire_formats
         if self.num_workers > 1:
             return codec, pulled
@@ -375,7 +375,7 @@ class Job:
 
     @property
     def compresses(self) -> bool:
-        """Whether workers have what compression has left out of their gradients as a state."""
+        """Whether workers keep the errors of lossy compression as state."""
         codec = self.wire_formats[0]
         return codec is not None and codec.lossy
 
@@ -398,7 +398,7 @@ class Job:
     def micro_batches(self) -> int:
         """The number of batches that each replica computes for one gradient.
 
-        More than `accumulate` where a batch would otherwise have more samples than the models' batch size.
+        It is more than `accumulate` if a batch would otherwise exceed the models' batch size.
         """
         size, replicas = self.global_batch_size or 0, self.shares * self.devices_per_worker
         return max(self.accumulate, -(-size // (replicas * self.description.batch_size)))
@@ -444,22 +444,22 @@ class Job:
 
 
 def _difference_of_opaque(first: OpaqueParts | None, other: OpaqueParts | None) -> str | None:
-    """Return in words how what replicas have beside the flat vector differs, or None when it does not."""
+    """Return in words how two replicas' opaque parts differ, or None if they agree."""
     if first is None or other is None:
-        return None  # of which the layouts differ, if one has some
+        return None  # if one has some, the layouts differ
     return first.difference(other)
 
 
-#: Reads some samples of the data of the first replicas and of others, of which it is given how many there are, see
-#: `steepest.core.data.fingerprint.sample_hashes`.
+#: Returns hashes of some samples of the first replicas' data and of the others', given the number of samples and some
+#: indices, see `steepest.core.data.fingerprint.sample_hashes`.
 ReadSamples = Callable[[int, list[int]], Sequence[list[str] | None]]
 
 
 def without_caches(first: Description, other: Description, read: ReadSamples) -> Description:
-    """Return the first description without arrays that differ from another's although the samples are the same.
+    """Return the first description without the arrays that differ from another's although samples are the same.
 
-    A data set may have arrays that it fills as its samples are read, and whose rows have any values before. Samples
-    are read for it only where arrays differ: where that costs much is not known.
+    A data set may have arrays that it fills as its samples are read, with arbitrary values before. Samples, which may
+    be slow to read, are read only if arrays differ.
     """
     unlike = unlike_rows(first.row_hashes, other.row_hashes)
     lengths = {first.fingerprint[name][1][:1] for name in unlike}
@@ -469,7 +469,7 @@ def without_caches(first: Description, other: Description, read: ReadSamples) ->
     mine, theirs = read(length, sorted({row for rows in unlike.values() for row in rows}))
     if mine is None or mine != theirs:
         return first
-    arrays = {name: about for name, about in first.fingerprint.items() if name not in unlike}
+    arrays = {name: summary for name, summary in first.fingerprint.items() if name not in unlike}
     rows = {name: hashes for name, hashes in first.row_hashes.items() if name not in unlike}
     return replace(first, fingerprint=arrays, row_hashes=rows)
 
@@ -477,7 +477,7 @@ def without_caches(first: Description, other: Description, read: ReadSamples) ->
 def check_agreement(
     first: Description, other: Description, first_name: str, other_name: str
 ) -> None:
-    """Check that two replicas, named for the error, are alike; ModelError says in what they are not."""
+    """Check that two replicas, named for the error, are alike; ModelError names what differs."""
     difference = _difference_of_opaque(first.opaque, other.opaque)
     difference = difference or first.layout.difference(other.layout)
     for what, a, b in (

@@ -1,4 +1,4 @@
-"""A worker's models are made of the user's function, and described."""
+"""Makes a worker's models by the user's function, and describes them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def build_models(
         seed: of the job.
         cut: how the models' parameters are cut into chunks.
         size: of the job's steps; one batch of these models if it is not known.
-        extensions: of which one may know what the models have beside the flat vector.
+        extensions: one of them may know the models' parts that are not in the flat vector.
 
     Raises:
-        ModelError: something is not a `Model`, or two of them disagree.
+        ModelError: the function returned something other than a `Model`, or two models disagree.
     """
     models: list[Model] = []
     for device in range(devices):
@@ -98,7 +98,7 @@ def build_models(
 
 
 def _count(name: str, value: Any) -> int:
-    """Return a number of samples that a model has as an int; ModelError: it is no positive integer."""
+    """Return a model's number of samples as an int; ModelError: it is not a positive integer."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ModelError(
             f"the model's {name} is {value!r:.200}: it must be a positive number of samples"
@@ -107,6 +107,6 @@ def _count(name: str, value: Any) -> int:
 
 
 def _opaque(model: Model, extensions: Sequence[Extension]) -> OpaqueParts | None:
-    """Return what a model has beside the flat vector, by the first extension that knows it."""
+    """Return a model's parts that are not in the flat vector, as the first extension that knows them describes them."""
     candidates = (extension.opaque(model) for extension in extensions)
     return next((parts for parts in candidates if parts is not None), None)

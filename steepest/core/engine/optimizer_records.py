@@ -28,7 +28,7 @@ _DTYPES = {
 _MOST_DIMENSIONS = 64
 
 
-def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
+def state_fields(description: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
     """Return the fields of a record (see `ServerChunk.state`) for a `StateTensor` or `PutState`.
 
     Its tensor is lent if it can be.
@@ -37,16 +37,16 @@ def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
         str(value.dtype).removeprefix("torch."),
         as_bytes(value) if value.numel() else None,
     )
-    return {**about, "dtype": dtype, "shape": list(value.shape), "payload": payload}
+    return {**description, "dtype": dtype, "shape": list(value.shape), "payload": payload}
 
 
-def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
+def state_tensor(description: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
     """Return a record's tensor of its "dtype" and "shape": a view of its payload.
 
     Raises:
-        ProtocolError: that has another size.
+        ProtocolError: the payload has another size.
     """
-    dtype, shape = _form(about)
+    dtype, shape = _form(description)
     size = 0 if payload is None else payload.numel()
     if math.prod(shape) * dtype.itemsize != size:
         raise ProtocolError(f"optimizer state of shape {shape} and dtype {dtype} in {size} bytes")
@@ -63,11 +63,11 @@ def checked_state_size(message: Message, size: int) -> int:
     return size
 
 
-def _form(about: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of a record; ProtocolError: the description has none that make sense."""
-    dtype, shape = _DTYPES.get(about.get("dtype")), about.get("shape")  # type: ignore[arg-type]
+def _form(description: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of a record; ProtocolError: its description has none, or invalid ones."""
+    dtype, shape = _DTYPES.get(description.get("dtype")), description.get("shape")  # type: ignore[arg-type]
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMENSIONS:
         raise ProtocolError(
-            f"optimizer state of dtype {about.get('dtype')!r:.40} and shape {shape!r:.80}"
+            f"optimizer state of dtype {description.get('dtype')!r:.40} and shape {shape!r:.80}"
         )
     return dtype, tuple(shape)

@@ -26,10 +26,10 @@ def assemble(
     """
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
     plain: set[str] = set()
-    for _, about, value in records:
-        name = f"{about['name']}/{about['key']}"
-        pieces.setdefault(name, []).append((about["start"], about["stop"], value))
-        if about["plain"]:
+    for _, description, value in records:
+        name = f"{description['name']}/{description['key']}"
+        pieces.setdefault(name, []).append((description["start"], description["stop"], value))
+        if description["plain"]:
             plain.add(name)
     whole: dict[str, torch.Tensor] = {}
     for name in list(pieces):
@@ -61,12 +61,12 @@ def disassemble(
     """Split whole tensors of optimizer state into slices of a layout, the reverse of `assemble`.
 
     Args:
-        layout: of the parameters, whose chunks may be cut in another way than before.
+        layout: of the parameters; its chunks may be cut in another way than before.
         state: whole tensors by "parameter/key".
         plain: names of entries that are plain values.
 
     Raises:
-        CheckpointError: state of an unknown or frozen parameter, or state that makes no sense.
+        CheckpointError: state of an unknown or frozen parameter, or invalid state.
     """
     by_parameter: dict[str, list[tuple[str, torch.Tensor]]] = {}
     records: list[Record] = []
@@ -90,7 +90,7 @@ def disassemble(
             entry = layout.entries[piece.entry]
             for key, value in by_parameter.get(entry.name, ()):
                 is_plain = f"{entry.name}/{key}" in numbers
-                about = {
+                description = {
                     "name": entry.name,
                     "key": key,
                     "start": piece.start,
@@ -100,7 +100,7 @@ def disassemble(
                 split = piece.stop - piece.start < entry.numel
                 if split and not is_plain and tuple(value.shape) == entry.shape:
                     value = value.reshape(-1)[piece.start : piece.stop]
-                records.append((chunk.index, about, value.clone()))
+                records.append((chunk.index, description, value.clone()))
     return records
 
 

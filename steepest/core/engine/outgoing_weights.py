@@ -19,15 +19,15 @@ from steepest.core.tensors.half_precision import narrow, narrow_size
 
 
 class SentChanges:
-    """The changes of a chunk from version to version, each of which readers add to what they have.
+    """The changes of a chunk from version to version, which readers add to their weights.
 
-    A reader that was sent some version is sent all changes since, one behind the other, so that it has the
-    same bits as every other reader of the version. The last one is always kept, earlier ones while all
-    together are fewer bytes than the chunk.
+    A reader that has some version is sent all changes since, one after the other, so that it has the
+    same bits as every other reader of the version. The last change is always kept, earlier ones while
+    all together have fewer bytes than the chunk.
 
     Args:
-        most: bytes of the chunk, which a reader is sent as it is where the changes are not fewer; 0 to
-            keep the last change alone.
+        most: bytes of the chunk, which is sent whole if the changes are not fewer; 0 to keep only the
+            last change.
     """
 
     def __init__(self, most: int) -> None:
@@ -37,7 +37,7 @@ class SentChanges:
         self._nbytes = 0
 
     def add(self, version: int, packed: torch.Tensor, *, whole: bool = False) -> None:
-        """Keep the change that makes a version, uint8, which must not change; `whole`: it is the chunk itself."""
+        """Keep the change that makes a version, uint8, which must not be modified; `whole`: it is the chunk itself."""
         if whole:  # readers of earlier versions cannot add it
             self._changes.clear()
             self._since, self._nbytes = version, 0
@@ -59,10 +59,10 @@ class SentChanges:
 
 
 class OutgoingWeights:
-    """What one server sends of its chunks, and the flat vectors in which it may lie. On the router's thread.
+    """Sends one server's chunks, and manages the flat vectors in which they lie. Used on the router's thread.
 
-    What is sent within a host is lent where it lies. Before weights change, `make_way` therefore returns other
-    memory for the new ones where the old ones are being read, or has copies made of what has not been sent yet.
+    Within a host, weights are lent where they lie. Before they change, `make_way` therefore returns other memory for
+    the new ones if the old ones are being read, or copies the part that has not been sent yet.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class OutgoingWeights:
         self._changes: dict[int, SentChanges] = {}
 
     def change(self, held: ChunkStore, version: int, *, differ: bool) -> None:
-        """Note that a chunk has the new weights of a version, which workers will be sent, or `differ` from it."""
+        """Note that a chunk has a version's new weights; `differ`: whether workers may have different versions."""
         if (packed := held.change_to_send()) is not None:
             most = held.chunk.nbytes if differ else 0
             changes = self._changes.setdefault(held.chunk.index, SentChanges(most))
@@ -139,10 +139,10 @@ class OutgoingWeights:
 
         Args:
             sequence: the request's, or 0.
-            reload: all chunks are sent, frozen too.
-            skipped: the reader's last push was left out.
-            fragments: of which it is sent chunks, None for that in turn.
-            since: the version that the reader has; None for that before the last change.
+            reload: whether all chunks are sent, frozen ones too.
+            skipped: whether the reader's last push was left out.
+            fragments: whose chunks the reader is sent; None for the fragment whose turn it is.
+            since: the version that the reader has; None for the one before the last change.
         """
         if held.is_opaque:
             return  # workers ask for what they need
@@ -151,7 +151,7 @@ class OutgoingWeights:
         if self._index != (reader.index if own else holders[0]):
             return
         if self._hosts.reduces and not own and not reload and reader.role == "worker":
-            return  # workers pass it on among themselves
+            return  # workers pass on these weights among themselves
         payload = self._as_sent(held, reader, at)
         if not (own or self._is_in_process(reader)):
             payload = payload.cpu()  # what leaves the process lies in the memory of the host
@@ -166,7 +166,7 @@ class OutgoingWeights:
         self._send(reader, weights.pack())
 
     def _is_in_process(self, reader: Peer) -> bool:
-        """Return whether a reader is the job's only worker, where this server updates that one's vector on its GPU."""
+        """Return whether a reader is the job's only worker, whose own vector this server updates in place."""
         return self._own_pending is not None and not self._in_workers and reader.role == "worker"
 
     def _is_far(self, reader: Peer) -> bool:
@@ -174,8 +174,7 @@ class OutgoingWeights:
         return reader.role in ("worker", "aggregator") and self._hosts.host_of(reader) != self._host
 
     def _as_sent(self, held: ChunkStore, reader: Peer, at: Key) -> torch.Tensor:
-        """Return a chunk's weights as a reader receives them."""
-        # Rounded to a wire dtype once for all workers of other hosts.
+        """Return a chunk's weights as a reader receives them, rounded once for all workers of other hosts."""
         chunk, wire_dtype = held.chunk, self._wire_dtype
         if reader.role not in ("worker", "aggregator"):
             # A client may be slow to read; weights that change in place cannot be lent to it.
@@ -198,7 +197,7 @@ class OutgoingWeights:
         """Send a SNAPSHOT's reader the dense chunks that this server answers for: weights, optimizer state.
 
         Returns:
-            The opaque chunks whose state the reader is to be sent, too; and what it is sent at last.
+            The opaque chunks whose state is still to be sent, and the message that ends the answer.
         """
         reader, holders = order.reader, self._holders
         asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
@@ -206,8 +205,8 @@ class OutgoingWeights:
         for held in wanted if order.what in ("weights", "state") else ():
             self.send(reader, held, at, order.sequence)
         for held in wanted if order.what == "state" else ():
-            for about, value in () if held.is_opaque else held.state():
-                fields = state_fields(about, value.clone())
+            for description, value in () if held.is_opaque else held.state():
+                fields = state_fields(description, value.clone())
                 part = StateTensor(order.sequence, held.chunk.index, **fields)
                 self._send(reader, part.pack())
         generation, version = at
@@ -218,7 +217,7 @@ class OutgoingWeights:
     # -- memory --------------------------------------------------------------------------------
 
     def make_way(self, held: ChunkStore) -> torch.Tensor | None:
-        """Return memory of a chunk's size that nobody reads, for its new weights; None to write them in place."""
+        """Return memory of a chunk's size that no process reads, for new weights; None to write them in place."""
         if held.is_opaque:
             return None
         if self._own_pending is not None:

@@ -1,4 +1,4 @@
-"""The GPU to which `.cuda()` moves, and on which streams are made: each thread has one, by default the first."""
+"""The current GPU of each thread, which `.cuda()` and new streams use: by default the first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from steepest.errors import ConfigurationError
 
 
 def gpu_of(index: int) -> torch.device:
-    """Return a GPU that this process sees, by its number, counted round and round.
+    """Return a GPU that this process sees.
 
     Args:
-        index: the number.
+        index: the number of the GPU, modulo the number of GPUs.
 
     Raises:
         ConfigurationError: torch sees none.
@@ -30,13 +30,13 @@ def gpu_of(index: int) -> torch.device:
 
 
 def choose_gpu(device: torch.device) -> None:
-    """Make a GPU that of the calling thread; nothing for "cpu", and for "cuda" without a number."""
+    """Make a GPU the calling thread's current one; do nothing for "cpu", and for "cuda" without a number."""
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
 
 
 def chosen_gpu() -> torch.device | None:
-    """Return the GPU of the calling thread; None in a process that uses none."""
+    """Return the calling thread's current GPU; None in a process that uses none."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The pushes that a server stages: which it takes now, which later, and which not at all."""
+"""The pushes that a server receives: which it stages now, which it keeps for later, and which it refuses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EarlyPushes:
     """Pushes that wait at one server for their generation or version to begin.
 
     A sender can be ahead by two steps at most, and each message may come twice, so a server keeps
-    four times as many pushes of each worker as a step has. More come only from a sender that does
-    not follow the protocol.
+    four times as many pushes of each worker as a step has. More come only from a sender that violates
+    the protocol.
 
     Args:
         chunks: the number of pushes in one worker's step: the server's trainable chunks.
@@ -49,21 +49,21 @@ class EarlyPushes:
         return oldest
 
     def drop(self, peer: Peer) -> list[Push | HostPush]:
-        """Return a sender's pushes, which are kept no more."""
+        """Remove and return a sender's pushes."""
         dropped = [push for source, push in self._pushes if source == peer]
         self._pushes = [(source, push) for source, push in self._pushes if source != peer]
         del self._counts[peer]
         return dropped
 
     def take(self) -> list[tuple[Peer, Push | HostPush]]:
-        """Return all pushes with their senders, in the order of their arrival; none is kept."""
+        """Remove and return all pushes with their senders, in the order of their arrival."""
         taken, self._pushes = self._pushes, []
         self._counts.clear()
         return taken
 
 
 class PushIntake:
-    """What comes of the chunks of gradients that are pushed to one server; the coordinator is told what is whole.
+    """Stages the chunks of gradients that are pushed to one server, and reports whole pushes to the coordinator.
 
     Used on the thread of the process' router.
 
@@ -71,12 +71,12 @@ class PushIntake:
         index: of the server.
         topology: of the job.
         chunks: that the server holds, by index.
-        answers_for: indices of those whose copies, if any, are on other servers.
+        answers_for: indices of the chunks that this server answers for; it only has copies of the others.
         send: sends as the server.
-        stages_each, open_to_all: as of `ServerMode`.
+        stages_each, open_to_all: see `ServerMode`.
 
     Attributes:
-        generation, version: at which the server is, which it says.
+        generation, version: of the server, which sets them.
         refused: the number of pushes that were dropped.
         trainable: the chunks that take gradients.
         members: the workers of the generation.
@@ -134,20 +134,20 @@ class PushIntake:
         return not any(self.progress.is_partial(push) or push not in staged for push in pushes)
 
     def close(self, pushes: Iterable[PushId]) -> None:
-        """Refuse what comes later of pushes that are committed, where each is by itself."""
+        """Refuse later messages of committed pushes, if each push is staged by itself."""
         if self._stages_each:
             for push in pushes:
                 self._done.add(push)
 
     def end_life(self, worker: int, life: int) -> None:
-        """Forget the incomplete pushes of a worker's life that is over, and refuse later ones of it."""
+        """Forget the incomplete pushes of a worker's ended life, and refuse later ones of it."""
         self._ended[worker] = life
         for push in self.progress.pushes:
             if push.worker == worker and push.incarnation <= life:
                 self.forget(push)
 
     def forget_user(self, worker: int) -> None:
-        """Forget the incomplete pushes of a user that has left, and all that was known of it."""
+        """Forget a user that has left, with its incomplete pushes."""
         for push in self.progress.pushes:
             if push.worker == worker:
                 self.forget(push)
@@ -164,8 +164,10 @@ class PushIntake:
             held.release(push.payload)
 
     def stage(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused."""
-        # The worker has the weights of the next version from servers that were sooner than this one.
+        """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused.
+
+        A push of the next version is early: its worker has these weights from servers that were faster than this one.
+        """
         is_next = self._is_passed and not self._stages_each and pushed.pulled == self.version + 1
         newer = pushed.generation > self.generation
         is_now = pushed.generation == self.generation
@@ -197,14 +199,13 @@ class PushIntake:
             self.spans.add(SpanKind.STAGE, began, *place)
 
     def _may_have_joined(self, source: Peer) -> bool:
-        """Return whether a worker may be a member of which this server is not told yet."""
+        """Return whether a worker may be a member that this server has not heard of yet."""
         workers = len(self._hosts.workers)
         known = self._open_to_all or not self._stages_each or source.index in self.members
         return self._is_passed and not known and source.role == "worker" and source.index < workers
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Keep a push until its generation or version begins."""
-        # ProtocolError: the oldest of too many is dropped (`EarlyPushes`).
+        """Keep a push until its generation or version begins; ProtocolError: too many, so the oldest is dropped."""
         aggregated = self._hosts.summed_by(source.index)
         workers = len(aggregated) if source.role == "aggregator" else 1
         oldest = self._early.keep(source, pushed, workers)
@@ -218,8 +219,7 @@ class PushIntake:
             )
 
     def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
-        """Return the pushes of which a message is a chunk."""
-        # ProtocolError: its aggregator does not serve these workers.
+        """Return the pushes that a chunk belongs to; ProtocolError: its aggregator does not serve these workers."""
         if isinstance(pushed, Push):
             return [PushId(source.index, pushed.incarnation, pushed.sequence)]
         pushes = sorted(pushed.pushes)
@@ -232,8 +232,7 @@ class PushIntake:
         return pushes
 
     def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ChunkStore) -> bool:
-        """Return whether a chunk is late, which counts and drops it."""
-        # ProtocolError: its sender should not have sent it.
+        """Drop and count a chunk if it is late, and return whether it is; ProtocolError: no correct peer sends it."""
         if len(pushes) == 1:
             reason = self._reason_to_refuse(pushes[0], pushed, held)
         else:
@@ -254,7 +253,7 @@ class PushIntake:
     def _reason_to_refuse(
         self, push: PushId, pushed: Push | HostPush, held: ChunkStore
     ) -> str | None:
-        """Return why a push is refused: empty where it is late or a copy; None to take it."""
+        """Return why a push is refused: "" if it is late or a copy; None to take it."""
         is_over = push.incarnation <= self._ended.get(push.worker, -1)
         if pushed.generation < self.generation or is_over or push in self._done:
             return ""
@@ -281,7 +280,7 @@ class PushIntake:
 
     @staticmethod
     def _reason_against_another(push: PushId, held: ChunkStore) -> str | None:
-        """Return why a worker may not stage one more push: its pushes would fill the memory."""
+        """Return why a worker may not stage one more push, as its pushes would fill the memory; None if it may."""
         if len(held.staged) < MOST_PUSHES:
             return None
         own = sum(other.worker == push.worker for other in held.staged)
@@ -290,9 +289,11 @@ class PushIntake:
         return f"worker {push.worker} has {own} pushes that are not committed"
 
     def _drop_taken_back(self, pushes: list[PushId], chunk: ChunkStore) -> None:
-        """Drop what is staged of workers' older pushes that are not whole: they have taken them back, see `Push`."""
-        # Also the parts of these pushes that a sum on this chunk, or other sums, had before. ProtocolError: an older
-        # push is whole, and may be committed already.
+        """Drop the older pushes of these workers, which have taken them back (see `Push`), alone or within sums.
+
+        Raises:
+            ProtocolError: an older push is whole, and may be committed already.
+        """
         if self._open_to_all:
             return  # a user may send several pushes at a time
         for push in pushes:
@@ -307,7 +308,7 @@ class PushIntake:
                 self._take_back(push.worker, chunk)
 
     def _take_back(self, worker: int, held: ChunkStore) -> None:
-        """Drop what a worker has staged on a chunk for the next version, alone or in a sum."""
+        """Drop a worker's gradient of a chunk for the next version, with the sum that contains it."""
         pushes = [push for push, staged in held.staged.items() if worker in staged.workers]
         if pushes and self.progress.version_is_whole:
             raise ProtocolError(f"worker {worker} has pushed another gradient for this version")
@@ -335,7 +336,7 @@ class PushIntake:
             self._send(COORDINATOR, PushStaged(*key, *whole_push).pack())
 
     def forget(self, push: PushId) -> None:
-        """Drop what is staged of a push, and refuse what comes of it later."""
+        """Drop the staged chunks of a push, and refuse later ones."""
         self.progress.forget(push)
         self._done.add(push)
         for held in self.trainable:

@@ -19,32 +19,32 @@ from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.memory import Memory
 
-#: What a compressor's state is called in that of an exchange.
+#: The name of a compressor's state in the state of an exchange.
 COMPRESSION = "compression"
 
 
 class Compressor(Protocol):
-    """A worker's gradients in the form of a codec, and what that has left out of them so far."""
+    """Packs a worker's gradients in the form of a codec, and keeps what that has left out of them so far."""
 
     def begin(self) -> None:
-        """Begin a gradient; what the last one left out is dropped if that was not committed."""
+        """Begin a gradient; the error of the last one is dropped unless it was committed."""
 
     def commit(self) -> None:
-        """Keep what the last gradient left out: it is part of the weights now."""
+        """Keep the error of the last gradient: its packed form is part of the weights now."""
 
     def pack(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> torch.Tensor:
-        """Return one chunk as it travels, see `ChunkReady`; the next gradient overwrites it."""
+        """Return one chunk in its packed form, see `ChunkReady`; the next gradient overwrites it."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of what was left out so far, by name."""
+        """Return copies of the errors so far, by name."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `state` returned; empty to begin with nothing left out."""
 
 
-#: Makes a compressor of a layout's gradients, of a codec, and of by chunk whether it is to be packed.
+#: Makes a compressor, given a layout, a codec, and for each chunk whether it is to be packed.
 MakeCompressor = Callable[[ParameterLayout, Codec, Sequence[bool]], Compressor]
 
 
@@ -58,8 +58,8 @@ class PushPull:
         send: sends as the worker.
         own: index of the server of the worker's own process, None if there is none; bytes between
             the two do not count as moved.
-        compressor: makes what packs gradients, where the topology has a codec.
-        route: returns who takes what is pushed to a server, given its index; not for opaque chunks.
+        compressor: makes the compressor of gradients if the topology has a codec.
+        route: returns the peer that takes pushes for a server, given its index; not for opaque chunks.
     """
 
     #: weights may come in the middle of a step
@@ -93,7 +93,7 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        for chunk in layout.opaque_chunks:  # nobody adds them up on their way, no codec packs them
+        for chunk in layout.opaque_chunks:  # no aggregator adds them up, no codec packs them
             packed[chunk] = False
             self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
         # of the gradients, with what it has left out so far; None where they travel as they are
@@ -115,10 +115,10 @@ class PushPull:
         )
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
-        """Do nothing: a push says of which life it is."""
+        """Do nothing: each push names its life."""
 
     def begin_generation(self) -> None:
-        """Do nothing: nothing is asked of anybody."""
+        """Do nothing: there are no requests to other members."""
 
     def stand_at(self, generation: int, version: int) -> None:
         """Do nothing: the weights are here."""
@@ -139,7 +139,7 @@ class PushPull:
         self._lacking = dict(self._each)
 
     def take_back(self) -> None:
-        """Begin the push anew: the first chunk of it takes the place of all that were pushed; see `Push`."""
+        """Begin the push anew: its first chunk replaces all chunks that were pushed; see `Push`."""
         pushed = self.bytes_pushed
         self.begin(self._generation, self._version, self._incarnation, is_last=False)
         self.hold_back()
@@ -151,8 +151,7 @@ class PushPull:
         """Push a complete chunk of the gradient, see `ChunkReady`; return whether further ones are to come.
 
         Args:
-            payload: must not change before the weights that come of the push are here; empty where there is
-                no gradient.
+            payload: must not change before the resulting weights are here; empty if there is no gradient.
         """
         self._unpushed -= 1
         pushed = payload if unit and payload.numel() else None
@@ -182,7 +181,7 @@ class PushPull:
             self._send(target, push.pack())
 
     def end(self) -> int:
-        """Send what was held back of the whole gradient, and return the push's sequence number."""
+        """Send the chunks that were held back, and return the push's sequence number."""
         for chunk, push in self._held:
             self._push(chunk, push)
         self._held.clear()
@@ -216,7 +215,7 @@ class PushPull:
         return self._weights.has(entry, key)
 
     def lacks(self, key: Key | None) -> list[str]:
-        """Return in words the chunks of a version that have not come, and who sends them: it awaits nothing else."""
+        """Return in words the chunks of a version that have not come, with their senders."""
         by_sender: dict[Peer, list[int]] = {}
         for chunk in () if key is None else self._weights.missing(key):
             by_sender.setdefault(self._targets[chunk][0], []).append(chunk)
@@ -225,14 +224,14 @@ class PushPull:
         ]
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return memory for a payload: for weights, where the model uses them, unless they are old."""
+        """Return memory for a payload of weights, in the model's vector if possible; None if they are old."""
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> Arrived:
-        """Take a message with weights; return what has come of it.
+        """Take a message with weights; return its effect.
 
         Raises:
-            ProtocolError: the message is no WEIGHTS.
+            ProtocolError: the message is not WEIGHTS.
         """
         weights = self._weights.receive(message)
         if weights is None:
@@ -244,12 +243,12 @@ class PushPull:
         return Arrived(complete, weights.skipped if self._answers(weights) else None)
 
     def state(self, step: int) -> dict[str, Tensors]:
-        """Return what compression has left out of the gradients so far, if they are compressed."""
+        """Return the errors of compression so far, if gradients are compressed."""
         compressor = self._compressor
         return {} if compressor is None else {COMPRESSION: Tensors(compressor.state())}
 
     def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what compression had left out, if gradients are compressed."""
+        """Continue from the errors of compression, if gradients are compressed."""
         if what == COMPRESSION and self._compressor is not None:
             self._compressor.load_state(state)
 

@@ -17,9 +17,10 @@ from steepest.core.tensors.free_memory import free_bytes
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
-_TIMES = 64  # as large as the weights may all states be that are not installed
-_ALWAYS = 1 << 30  # and so many bytes more
-_TIMES_FREE = 16  # as large as what is free besides may all rows be that are not installed
+# all dense states that are not installed may have 64 times the bytes of the weights, and 1 GiB more
+_TIMES = 64
+_ALWAYS = 1 << 30
+_TIMES_FREE = 16  # all rows that are not installed may have 16 times the bytes of the free memory
 _PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
     part.KIND: part for part in (Put, PutState, ReplaceState)
 }
@@ -62,17 +63,17 @@ class PutStates:
         self._checked = checked
         self._puts: dict[tuple[Peer, int], _ArrivingPut] = {}  # by client and request
         self._installed: dict[Peer, int] = {}  # the last request of each client
-        self._lost: set[Peer] = set()  # clients that are lost, whose states may be installed yet
+        self._lost: set[Peer] = set()  # lost clients, whose states may still be installed
 
     def __len__(self) -> int:
         """Return the number of states that have come, whole or in part, and are not installed."""
         return len(self._puts)
 
     def make_room(self, size: int) -> None:
-        """Check that there is room for a part of so many bytes; ProtocolError: all parts together are too large.
+        """Check that there is room for a part of `size` bytes; ProtocolError: all parts together are too large.
 
-        An optimizer's state may be many times as large as the weights. States of clients that are gone make
-        room.
+        An optimizer's state may be many times as large as the weights. States of lost clients are dropped if room
+        is short.
         """
         dense = [held for held in self._chunks.values() if not held.is_opaque]
         most = _TIMES * sum(held.chunk.nbytes for held in dense) + _ALWAYS
@@ -84,8 +85,10 @@ class PutStates:
             )
 
     def make_room_for_rows(self, size: int) -> None:
-        """Check that the machine has room for a part of so many bytes of an opaque chunk; ProtocolError: it has not."""
-        # No server knows how many rows a client has for it.
+        """Check that the machine has room for `size` bytes of an opaque chunk; ProtocolError: it has not.
+
+        No server knows beforehand how many rows a client will put.
+        """
         if self._is_short_of(size):
             self._drop_lost()
             if self._is_short_of(size):
@@ -120,8 +123,8 @@ class PutStates:
         """Keep a part of a state; answer its client, unless that state is installed already.
 
         Raises:
-            ProtocolError: a chunk or optimizer that is not here, no step can be taken from it, or too many
-                states of one client.
+            ProtocolError: the chunk is not held here, no optimizer step can be taken from the state, or the client
+                has put too many states.
         """
         part = _PARTS[message.kind].unpack(message)
         if part.sequence <= self._installed.get(source, 0):
@@ -161,7 +164,7 @@ class PutStates:
                 put.replaces_state = True
 
     def _put_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _ArrivingPut:
-        """Return the state of which a message is a part; ProtocolError: this is one state too many."""
+        """Return the state that a message is a part of; ProtocolError: this is one state too many."""
         key = (source, part.sequence)
         if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
             raise ProtocolError(
@@ -173,21 +176,20 @@ class PutStates:
         return self._puts[key]
 
     def _try(self, put: _ArrivingPut) -> None:
-        """Check that a step can be taken from a put, where that is tried, and from opaque chunks' state always."""
-        # ProtocolError: it cannot.
+        """Try an optimizer step from a state that was put, for opaque chunks in any case; ProtocolError: it fails."""
         tried = [index for index, held in self._chunks.items() if self._checked or held.is_opaque]
         parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
-        for at, about, value in put.state:
+        for at, description, value in put.state:
             if at in parts:
-                parts[at].append((about, value))
+                parts[at].append((description, value))
         for index in tried:
             self._chunks[index].try_state(parts[index])
 
     def install(self, client: Peer, sequence: int) -> bool:
-        """Install what a client has put under a request's number.
+        """Install the state that a client has put under a request's number; do nothing if no part has come.
 
-        Return whether weights and optimizer state are all new. Weights being read stay as they are, in other
-        memory; nothing changes if no part has come.
+        Return whether weights and optimizer state are all new. Weights that are being read stay as they are, in
+        other memory.
         """
         put = self._puts.pop((client, sequence), None)
         if put is None:
@@ -217,8 +219,8 @@ class PutStates:
         """Give all chunks a state in place of what they have."""
         for held in self._chunks.values():
             held.clear_state()
-        for index, about, value in state:
-            self._chunks[index].load_state(about, value)
+        for index, description, value in state:
+            self._chunks[index].load_state(description, value)
         for held in self._chunks.values():
             held.end_state()
 

@@ -1,4 +1,4 @@
-"""The values that replicas change themselves, of all of them, and what stands for all in one."""
+"""The values that replicas change themselves: those of all replicas, and how they are merged into one state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from steepest.core.tensors.dtypes import LOOP_STATE, Tensors, furthest, merge_re
 if TYPE_CHECKING:
     from steepest.core.engine.job import Description
 
-#: The last part of the name of a buffer that has statistics of what a replica has seen: those of torch, Flax and Keras.
+#: The last part of the name of a buffer with statistics of samples: those of torch, Flax and Keras.
 _STATISTIC = re.compile(
     r"(^|[./])((running|moving)_\w+|mean|var|variance|std|num_batches_tracked)$"
 )
-#: What JAX and Keras have keys and counters of generators of random numbers in, which are each replica's own.
+#: The dtypes in which JAX and Keras have keys and counters of random generators, which are each replica's own.
 _OF_GENERATORS = (torch.uint32, torch.uint64)
 
 
@@ -38,20 +38,22 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
     return [Tensors((name, state[name]) for name in names) for state in states]
 
 
-def merged_states(states: Sequence[Mapping[str, torch.Tensor]], about: Description) -> Tensors:
-    """Return one state that stands for those of all replicas, which have seen equally many samples.
+def merged_states(
+    states: Sequence[Mapping[str, torch.Tensor]], description: Description
+) -> Tensors:
+    """Return one state merged from those of all replicas, which have seen equally many samples.
 
-    Frozen parameters that a model updates are averaged, and so are running statistics, which are known by their names.
-    Other buffers are the first replica's: the mean of two queues of keys, or of two pointers into them, is neither.
-    What the model says of a name (`Description.merging`) goes before.
+    Frozen parameters that a model updates are averaged, and so are running statistics, which are recognized by their
+    names. Other buffers are the first replica's: the mean of two queues of keys, or of two pointers into them, is
+    meaningless. `Description.merging` takes precedence.
 
     Args:
         states: of each replica, all with the same names.
-        about: the replicas.
+        description: of the replicas.
     """
     mean = mean_states(
         [
-            {name: state[name] for name in states[0] if not _is_of_one(name, about)}
+            {name: state[name] for name in states[0] if not _is_of_one(name, description)}
             for state in states
         ],
         [1.0] * len(states),
@@ -60,33 +62,35 @@ def merged_states(states: Sequence[Mapping[str, torch.Tensor]], about: Descripti
 
 
 def differing_buffers(
-    states: Sequence[Mapping[str, torch.Tensor]], about: Description
+    states: Sequence[Mapping[str, torch.Tensor]], description: Description
 ) -> list[str]:
-    """Return the names of buffers of which `merged_states` has the first replica's, quite unlike another's.
+    """Return the names of buffers that `merged_states` takes from the first replica, although another's differs much.
 
-    None of them is one that the model has said so of.
+    Names in `Description.merging` are left out.
     """
     return [
         name
         for name in states[0]
-        if name not in about.merging
-        and _is_of_one(name, about)
+        if name not in description.merging
+        and _is_of_one(name, description)
         and _differ([state[name] for state in states])
     ]
 
 
-def _is_of_one(name: str, about: Description) -> bool:
-    """Return whether the first replica's value of a name stands for all replicas'."""
-    if (chosen := about.merging.get(name)) is not None:
+def _is_of_one(name: str, description: Description) -> bool:
+    """Return whether the merged value of a name is the first replica's."""
+    if (chosen := description.merging.get(name)) is not None:
         return chosen == "first"
-    return name != LOOP_STATE and name not in about.layout.index and not _STATISTIC.search(name)
+    return (
+        name != LOOP_STATE and name not in description.layout.index and not _STATISTIC.search(name)
+    )
 
 
 def _differ(values: Sequence[torch.Tensor]) -> bool:
-    """Return whether replicas' values of a buffer differ by more than those of one statistic of different samples do.
+    """Return whether replicas' values of a buffer differ by more than a statistic of different samples would.
 
-    Numbers do where one is farther from the first replica's than the root mean square of all: the elements of a
-    statistic differ by a part of their size, two keys of a queue by as much as they are long.
+    They do if one number is farther from the first replica's than the root mean square of all: the elements of a
+    statistic differ by a fraction of their size, two keys of a queue by as much as their length.
     """
     first = values[0]
     if first.dtype in _OF_GENERATORS or all(same_bits(first, other) for other in values[1:]):

@@ -78,8 +78,10 @@ class WorkerResult:
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
-    """Return memory of the host for the weights and gradients of replicas that will be made."""
-    # Its pages are taken already, which may last longer than copying to them.
+    """Return host memory for the weights and gradients of replicas that will be made.
+
+    Its pages are allocated already, which may take longer than copying to them.
+    """
     return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
@@ -98,9 +100,8 @@ class WorkShare:
     shares: int  # in a step, one for each worker's gradient that makes it
     seed: int
     accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
-    updates: int = (
-        1  # gradients of each replica in a step, see `steepest.strategies.local_sgd.replicas`
-    )
+    # gradients of each replica in a step, see `steepest.strategies.local_sgd.replicas`
+    updates: int = 1
     updates_of_step: int = 1  # of each replica in a step, in all of its shares
     varies: bool = False  # whether `accumulate` may change with the job's size
     rule: CommitRule = field(default_factory=CommitAll)
@@ -116,8 +117,8 @@ class Replicas:
     """All replicas of one worker, on its devices.
 
     On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy
-    on its own device, and the worker has one at `home`: in the memory of the host, or on the first
-    GPU, whose replica computes with that one. Gradients are added up at `home`, in replica order,
+    on its own device, and the worker has one at `home`: in host memory, or on the first GPU, whose
+    replica computes with it. Gradients are added up at `home`, in replica order,
     chunk by chunk, in units of the first replica's weight: ``sum(weight_i * gradient_i) == unit *
     payload``, so that with equal batches (and with one replica always) nothing is multiplied.
     Micro-batches are added up in the same way. Used on the thread of the process' router.
@@ -131,28 +132,28 @@ class Replicas:
             of the devices.
 
     Attributes:
-        delays: whether a share is begun before the weights of its version, for which it asks in its middle.
+        delays: whether a share begins before the weights of its version are here, and waits for them in its middle.
     """
 
     delays = False
 
-    #: how many leased shares `compute` takes together, from the one on that it is given
+    #: how many leased shares `compute` takes together, from its argument on
     leased_shares = 1
-    #: which part of the model it pushes of leased shares, counted round and round; None for that not pushed for longest
+    #: which part of the model is pushed of leased shares, modulo their number; None for the one pushed longest ago
     turn: int | None = None
     #: the part that the last leased share has changed
     fragment = 0
 
-    #: records when batches are loaded; None elsewhere
+    #: records when batches are loaded; None to record nothing
     spans: RoleSpans | None = None
 
-    #: lets messages move, between two batches of a share that is begun early; None elsewhere
+    #: lets messages move between two batches of a share that is begun early; None in other shares
     between_batches: Callable[[], None] | None = None
 
     #: called with each batch that is computed; None in steps that are not audited
     watch: Callable[[Any], None] | None = None
 
-    #: has servers drop what was pushed of the present share; None between two shares
+    #: has servers drop the pushed chunks of the present share; None between two shares
     take_back: Callable[[], None] | None = None
 
     def __init__(
@@ -172,8 +173,8 @@ class Replicas:
         self.settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
         # the flat vector of weights, uint8, of the layout's size
-        given = memory if home == CPU else None
-        self.weights, self._sum = given or _memory_on(home, self.layout)
+        host_memory = memory if home == CPU else None
+        self.weights, self._sum = host_memory or _memory_on(home, self.layout)
         self.home = home
         self._memory = self.weights
         accumulate = share.accumulate
@@ -214,7 +215,7 @@ class Replicas:
         self.rates: RateChanges = ()
 
     def _take_numbers(self, share: WorkShare) -> None:
-        """Note what follows of a share's commit rule and of the number of workers."""
+        """Note the consequences of a share's commit rule and of the number of workers."""
         self._replicas = share.workers * len(self.models)
         self._needs_all, self._knows_norms = (
             share.rule.needs_all,
@@ -233,12 +234,12 @@ class Replicas:
         self._companion.attach(self.models, self.batches.load, self.places)
 
     def meet(self, member: Any, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """Tell models that gather values of all workers how they reach these, see `Model.meet`."""
+        """Give models that gather values of all workers their means to do so, see `Model.meet`."""
         for replica, model in enumerate(self.models):
             model.meet(member, wait, partial(self._past_share, replica))
 
     def forget_gathered(self) -> None:
-        """Have models drop what they have gathered of all workers."""
+        """Have models drop the values that they have gathered of all workers."""
         for model in self.models:
             model.forget_gathered()
 
@@ -278,7 +279,7 @@ class Replicas:
         return self._devices[0]
 
     def states(self, names: Sequence[str] = ()) -> list[Tensors]:
-        """Return each replica's state (see `Model.state`), with these frozen parameters even if as installed."""
+        """Return each replica's state (see `Model.state`), always with the frozen parameters `names`."""
         states = []
         for model in self.models:
             state = Tensors(model.state())
@@ -306,7 +307,7 @@ class Replicas:
     def adopt(self, weights: torch.Tensor) -> bool:
         """Use a vector of weights (uint8, flat) that other processes write, instead of this worker's own.
 
-        Return if it is used. The models may write to it, as they may to their own: that is private to this
+        Return whether it is used. The models may write to it, as to their own: writes are private to this
         process, and undone when they have computed.
         """
         if weights.data_ptr() == self.weights.data_ptr():
@@ -345,7 +346,7 @@ class Replicas:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What a model says of the last gradient's update, as the fields of a `Report`: asked for in each step."""
+        """A model's values for the last gradient's update, as fields of a `Report`; read in each step."""
         model = self.models[0]
         return {
             "hyper": model.hyper,
@@ -356,7 +357,7 @@ class Replicas:
         }
 
     def require_norm(self) -> None:
-        """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""
+        """Check that the norm by which the last gradient's update is clipped is known; else ConfigurationError."""
         greatest = self.models[0].clip_step
         if not self._knows_norms and greatest is not None:
             raise ConfigurationError(NO_NORM.format(f"a model with clip_step={greatest}"))
@@ -400,7 +401,7 @@ class Replicas:
         return self._needs_all and bool(self._of_commits)
 
     def go_on(self, version: int) -> None:
-        """Tell models that do more than to compute gradients that all weights of a version are here, see `Model`."""
+        """Call `Model.go_on` of the models that define it: all weights of a version are here."""
         if self.follow_commits:
             for model in self._of_commits:
                 model.go_on(version)
@@ -410,7 +411,7 @@ class Replicas:
         return self.batches.places.of(number)
 
     def load_ahead(self, number: int) -> None:
-        """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
+        """Load the first batch of a share ahead of time, unless a batch is loaded; `compute` raises what this meets."""
         if not self._companion.takes_ahead:
             self.batches.load_ahead(number)
 
@@ -424,11 +425,11 @@ class Replicas:
             self._companion.forget()
 
     def look_ahead(self, number: int) -> None:
-        """Look at the share after one whose gradient is pushed, if that is to be done now."""
+        """Have the companion prepare the share after the one whose gradient was pushed."""
         self._companion.look_ahead(number)
 
     def meets_before(self, step: int) -> bool:
-        """Return whether models are to see the servers' weights before a step: it may not begin without them."""
+        """Return whether a step may begin only when models have the servers' weights."""
         return False
 
     def compute(
@@ -449,7 +450,8 @@ class Replicas:
             arrive: returns when the weights of an entry (of all, with None) are here.
 
         Raises:
-            ModelError: the model breaks its protocol. Also what the model raises.
+            ModelError: the model breaks its protocol.
+            BaseException: whatever the model raises.
         """
         places = self.places(number)
         if not places:
@@ -464,12 +466,12 @@ class Replicas:
     def compute_other(
         self, number: int, chunk_ready: ChunkReady, watch: Callable[[Any], None], arrive: Arrive
     ) -> float:
-        """Compute the gradient of another worker's share, as that does; return the seconds that it took.
+        """Compute the gradient of another worker's share as that worker does; return the seconds that it took.
 
-        The next gradient of this worker overwrites it. Models keep what they have changed of their own.
+        The next gradient of this worker overwrites it. The models' own state is not restored.
 
         Args:
-            number, chunk_ready, arrive: as of `compute`.
+            number, chunk_ready, arrive: see `compute`.
             watch: called with each batch.
         """
         own, began, first = self.batches, self._now(), self.first_index
@@ -482,7 +484,7 @@ class Replicas:
         return self._now() - began
 
     def _tell_place(self, place: Place, *, empty: bool = False) -> None:
-        """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
+        """Call `Model.take_place` with the place of its next batch, if the model defines it."""
         replica = place[1]
         if self._of_data[replica]:
             where = self.batches.places.where(place)
@@ -491,7 +493,7 @@ class Replicas:
             self.models[replica].take_place(where, self.first_index + replica, self._replicas)
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
-        """Call `chunk_ready` without a gradient for an empty share's chunks, but for those that the companion has."""
+        """Call `chunk_ready` without a gradient for the dense chunks of an empty share."""
         for chunk in self.layout.trainable_chunks:
             if not self.layout.chunks[chunk].is_opaque:
                 chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
@@ -533,7 +535,7 @@ class Replicas:
             companion.end_batch(result.weight)
             loading += loaded - began
             computing += self._now() - loaded
-        if self._changes_gpu:  # whatever else is asked of a model is asked of the first
+        if self._changes_gpu:  # all other calls are of the first model
             choose_gpu(self._devices[0])
         return results, loading + self.batches.seconds_ahead, computing
 
@@ -544,7 +546,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def _lets_take_back(self, replica: int, collector: GradientSum | None) -> Iterator[None]:
-        """Let a model take back its gradient in this context, if that is all of a share's."""
+        """Let a model take back its gradient in this context; `collector` is None if the share has other batches."""
         take_back, model = self.take_back, self.models[replica]
         if not model.may_take_back or take_back is None or collector is None:
             yield
@@ -561,25 +563,26 @@ class Replicas:
             model.take_back = None
 
     def left_out(self) -> None:
-        """Undo what the last share changed here, of which servers made no update: nothing; a model may want to know."""
+        """Tell the model that servers made no update of the last share, which has changed nothing here."""
         self.models[0].left_out()
 
     def decided(self, *, counts: bool, again: bool = False) -> None:
-        """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing.
+        """Note whether the last leased share, if there was one, is part of the servers' weights; here, do nothing.
 
         Args:
-            again: whether it is not because it was given up, and is dealt out anew.
+            counts: whether it is.
+            again: whether it was given up, and is leased anew.
         """
 
     def settle(self, ledger: Sequence[int]) -> None:
-        """Undo leased shares that are no part of servers' weights: they have changed nothing here.
+        """Undo leased shares that are not part of the servers' weights; here they have changed nothing.
 
         Args:
             ledger: the first share that was never leased, and those below that are not committed.
         """
 
     def inner_state(self, step: int) -> InnerOptimizerState | None:
-        """Return the state of the worker's own optimizer after so many steps: None, it has none."""
+        """Return the state of the worker's own optimizer after `step` steps; here None, as it has none."""
         return None
 
     def load_inner_state(
@@ -591,10 +594,10 @@ class Replicas:
         """Set what `inner_state` returned, if the worker has an optimizer of its own."""
 
     def take_servers_weights(self, names: Collection[str]) -> None:
-        """Begin the next share with servers' weights of some parameters, which have been set: as always."""
+        """Begin the next share with the servers' weights of some parameters, as shares here always do."""
 
     def _of_update(self, places: Sequence[Place]) -> Sequence[Place] | None:
-        """Return the places of the batches that make an update with those of a share: a step's (None), or not known."""
+        """Return the places of all batches of a share's update: None for a whole step's, empty if unknown."""
         if self._needs_all:
             return None
         return places if self._is_update else ()
@@ -621,7 +624,7 @@ class Replicas:
             parts: number of ranges.
 
         Raises:
-            ConfigurationError: the data are none, or have no known length.
+            ConfigurationError: the data are of no supported kind, or have no known length.
         """
         began = self._now()
         if self._changes_gpu:  # a batch on another may have raised

@@ -15,8 +15,8 @@ Place = tuple[int, int, int]
 class SamplePlaces:
     """The places of one worker's batches: (number of the share, replica, micro-batch) each.
 
-    With n shares in a step, share s is part ``s % n`` of step ``s // n``. Within a step: worker, device,
-    micro-batch.
+    With n shares in a step, share s is part ``s % n`` of step ``s // n``. Within a step, batches are ordered by
+    worker, device and micro-batch.
     """
 
     def __init__(self, devices: int, shares: int, micros: int) -> None:
@@ -85,9 +85,11 @@ class SamplePlaces:
         return [(number, replica, micro) for replica, count in counts for micro in range(count)]
 
     def share_of(self, place: Place, alone: Iterable[Place] | None) -> Share | None:
-        """Return a batch's samples and those of its update, that of batches `alone` or of the step.
+        """Return the number of a batch's samples and of its update's; None if the data choose their own batches.
 
-        None where data choose batches.
+        Args:
+            place: of the batch.
+            alone: the batches of the update; None for those of the whole step.
         """
         if self.plan is None:
             return None
@@ -97,7 +99,7 @@ class SamplePlaces:
 
     @property
     def _parts(self) -> int:
-        """The number of micro-batches of one step, those of all workers together."""
+        """The number of micro-batches of all workers in one step."""
         return self.shares * self._devices * self.micros
 
     def _step_size(self, number: int) -> int:
@@ -112,6 +114,6 @@ class SamplePlaces:
         return self._last[1]
 
     def _size(self, place: Place, step: int) -> int:
-        """Return the number of samples of a batch of a step that has so many."""
+        """Return the number of samples of a batch, of the `step` samples of its step."""
         begin, end = even_share(step, self.part_of(place), self._parts)
         return end - begin

@@ -1,4 +1,4 @@
-"""A server: has pushed chunks staged and reduced, and applies the optimizer on COMMIT."""
+"""A server: stages and reduces pushed chunks, and applies the optimizer on COMMIT."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _DECISIONS: dict[MessageKind, type[Decision]] = {
 
 @dataclass(frozen=True)
 class RaisedUpdate:
-    """A committed update, to `version`, in which the optimizer raised: the server's chunks are of no version.
+    """A committed update, to `version`, in which the optimizer raised: the server's chunks have no common version.
 
     Attributes:
         error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
@@ -81,11 +81,12 @@ class RaisedUpdate:
         return Failed(generation, 0, self.version, self.error, self.traceback, self.kind)
 
     def to_reader(self, at: tuple[int, int], sequence: int, *, open_to_all: bool) -> SnapshotEnd:
-        """Return what a reader at a generation and version is sent instead of weights.
+        """Return the message that a reader is sent instead of weights.
 
         Args:
-            open_to_all: readers hear of it from servers alone; a job's client has the traceback from the
-                coordinator.
+            at: generation and version of the server.
+            sequence: the request's number.
+            open_to_all: whether to add the traceback, which a job's client has from the coordinator.
         """
         why = f"its optimizer raised in the update to version {self.version}: {self.error}"
         described: dict[str, Any] = described_by(self) if open_to_all else {}
@@ -94,7 +95,7 @@ class RaisedUpdate:
 
 @dataclass(frozen=True)
 class ServerMode:
-    """What servers do differently in the modes of training."""
+    """The differences between modes of training that servers have to know."""
 
     # each push is kept by itself until COMMIT; else a chunk is reduced as soon as the last member has pushed it
     stages_each: bool = False
@@ -106,11 +107,11 @@ class ServerMode:
     open_to_all: bool = False  # whether processes that are no members may push
 
 
-class _Due(NamedTuple):
-    """What a reader is sent of a version."""
+class _ReaderPart(NamedTuple):
+    """The part of a version that a reader is sent."""
 
     since: int  # the version that it has
-    # the fragments with updates that it was not sent; None for that in turn
+    # the fragments with updates that it was not sent; None for the one whose turn it is
     fragments: Sequence[int] | None = None
 
 
@@ -124,12 +125,12 @@ class Server:
         topology: of the job.
         spec: the optimizer; None to add pushes to the weights.
         weights: uint8, flat, of the layout's size, with the initial values; this server's chunks in
-            it are updated in place where that is possible.
+            it are updated in place if that is possible.
         send: sends as the server.
         in_use: returns whether memory is being read by another process, or has yet to be sent.
-        own_pending: copies what has not been sent yet of some memory, so that it may change; None
-            to write new weights elsewhere while the old ones are in use.
-        mode: of training, as far as servers are concerned.
+        own_pending: copies the unsent part of some memory, so that the memory may change; None to
+            write new weights elsewhere while the old ones are in use.
+        mode: of training.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Server:
         own_pending: Callable[[torch.Tensor], None] | None = None,
         mode: ServerMode = ServerMode(),
     ) -> None:
-        # the update in which the optimizer raised, if no whole state was installed since: chunks are of no version
+        # the update in which the optimizer raised, until a whole state is installed
         self.torn: RaisedUpdate | None = None
         self._now, self._since = system().now, system().now()  # when it took its present position
         self._index = index
@@ -175,8 +176,8 @@ class Server:
             open_to_all=mode.open_to_all,
         )
         self._trainable = self._intake.trainable
-        # First layers first, which lie in the last chunks: the next forward pass begins with them.
-        # Opaque ones last, for which no worker waits before it has asked for something of them.
+        # First layers, which lie in the last chunks, come first: the next forward pass begins with them.
+        # Opaque chunks come last: workers wait for none of them until they ask for rows.
         last_first = self._trainable[::-1]
         self._in_order = sorted(last_first, key=lambda held: held.is_opaque)
         # sends queued bytes without waiting; does nothing unless it is set
@@ -200,10 +201,8 @@ class Server:
         self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
         self._spans: RoleSpans | None = None
         self._commits, self._taking, self._committing = 0, 0.0, 0.0  # seconds, see `spent`
-        self._left_out: set[int] = (
-            set()
-        )  # workers of whose pushes the last committed one was left out
-        # where readers are sent different versions: that of each fragment's last update, and each reader's last one
+        self._left_out: set[int] = set()  # workers whose last committed push was left out
+        # if readers are sent different versions: the version of each fragment's last update, and of each reader
         self._updated = [0] * layout.fragments if mode.versions_differ else None
         self._sent: dict[Peer, int] = {}
 
@@ -213,15 +212,15 @@ class Server:
 
     @property
     def spent(self) -> tuple[int, int, float, float]:
-        """Its index, how many commits it had, and the seconds that it took pushes, and that it applied commits."""
+        """The server's index, its number of commits, and the seconds spent on taking pushes and on commits."""
         return self._index, self._commits, self._taking, self._committing
 
     def begin_with(self, records: Iterable[Record]) -> None:
         """Set the state of this server's chunks, before the first step; records of other chunks are left out."""
         begun = set()
-        for index, about, value in records:
+        for index, description, value in records:
             if index in self.chunks:
-                self.chunks[index].load_state(about, value)
+                self.chunks[index].load_state(description, value)
                 begun.add(index)
         for index in begun:
             self.chunks[index].end_state()
@@ -263,7 +262,7 @@ class Server:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return memory for a payload: new, a staging buffer, or where it is lent; None for a late push.
+        """Return memory for a payload: new, a staging buffer, or the lent payload itself; None for a late push.
 
         See `Role.destination`.
         """
@@ -316,7 +315,7 @@ class Server:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
 
     def _answer(self, order: Snapshot) -> None:
-        """Send a SNAPSHOT's reader what this server has of it, or why it gets nothing."""
+        """Send a SNAPSHOT's reader this server's part of it, or the reason why it gets none."""
         if self.torn is not None:
             self._send_torn(order.reader, order.sequence, self.torn)
             return
@@ -332,10 +331,10 @@ class Server:
         self._send(reader, end.pack())
 
     def carry_out(self, decision: Decision) -> None:
-        """Act on a decision, and remember it where chunks have copies.
+        """Act on a decision, and remember it if chunks have copies.
 
         Raises:
-            ProtocolError: it cannot be, and nothing has changed.
+            ProtocolError: it cannot be carried out, and nothing has changed.
         """
         match decision:
             case CommitOrder():
@@ -360,7 +359,7 @@ class Server:
             self.decisions.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Forget what a lost peer had begun; what the loss means is the coordinator's to decide.
+        """Forget the unfinished work of a lost peer; the coordinator decides what the loss means.
 
         The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each of its
         pushes that had arrived whole.
@@ -381,11 +380,11 @@ class Server:
 
     @property
     def service(self) -> StoreService | None:
-        """What serves the opaque chunks."""
+        """The service of the opaque chunks; None without such chunks."""
         return self._service
 
     def doing(self) -> Status:
-        """Return which pushes are not here yet, see `Role.doing`."""
+        """Return which pushes the server waits for, see `Role.doing`."""
         version, seconds = self._intake.version + 1, self._now() - self._since
         if self._service is not None and (disk := self._service.doing()).words:
             return disk
@@ -410,9 +409,13 @@ class Server:
     # -- commit and apply ----------------------------------------------------------------------
 
     def _commit(self, commit: CommitOrder) -> None:
-        """Apply staged pushes as the next version, and send it to its readers."""
-        # ProtocolError: it cannot be, nothing has changed. Once the optimizer has raised (`torn`) none is applied; a
-        # parameter server's users are sent why, workers nothing.
+        """Apply staged pushes as the next version, and send it to its readers.
+
+        Once the optimizer has raised (`torn`) none is applied; a parameter server's users are sent the reason.
+
+        Raises:
+            ProtocolError: the commit cannot be applied, and nothing has changed.
+        """
         if commit.version <= self._intake.version or commit.generation < self._intake.generation:
             return  # a copy of one that is applied
         hyper = commit.hyper or [{} for _ in self._base]
@@ -429,7 +432,7 @@ class Server:
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
         changed = self._changed_by(commit)
-        due = [(reader, sequence, self._due(reader)) for reader, sequence in readers]
+        parts = [(reader, sequence, self._part_for(reader)) for reader, sequence in readers]
         for held in self._in_order:
             if held.is_opaque:
                 self.flush()  # the weights, with which workers go on meanwhile
@@ -442,8 +445,8 @@ class Server:
                 continue
             if held.chunk.index in changed:
                 self._weights.change(held, commit.version, differ=self._versions_differ)
-            for reader, sequence, what in due:
-                self._send_due(reader, sequence, held, what)
+            for reader, sequence, part in parts:
+                self._send_part(reader, sequence, held, part)
         if self.torn is not None and self._open_to_all:
             for reader, sequence in readers:
                 self._send_torn(reader, sequence, self.torn)
@@ -456,30 +459,37 @@ class Server:
         self._intake.stage_early()
 
     def _changed_by(self, commit: CommitOrder) -> frozenset[int]:
-        """Return the chunks that a commit changes, and note of which fragments it is."""
+        """Return the chunks that a commit changes, and note the version of its fragments."""
         if self._updated is None or not commit.fragments:
             return self._layout.changed_by(commit.version)
         for fragment in commit.fragments:
             self._updated[fragment % len(self._updated)] = commit.version
         return self._layout.of_fragments(commit.fragments)
 
-    def _due(self, reader: Peer) -> _Due | None:
-        """Return what a reader is sent of this version, which it has from now on; None for what has changed last."""
+    def _part_for(self, reader: Peer) -> _ReaderPart | None:
+        """Return the part of this version that a reader is sent; None for the last change.
+
+        The reader counts as having this version from now on.
+        """
         if self._updated is None:
             return None
         last, self._sent[reader] = self._sent.get(reader, 0), self.version
         if len(self._updated) == 1:
-            return _Due(last)
-        return _Due(last, [part for part, version in enumerate(self._updated) if version > last])
+            return _ReaderPart(last)
+        return _ReaderPart(
+            last, [part for part, version in enumerate(self._updated) if version > last]
+        )
 
-    def _send_due(self, reader: Peer, sequence: int, held: ChunkStore, due: _Due | None) -> None:
-        """Send a reader a chunk, if it is of one of the fragments that are due."""
-        since, fragments = due or (None, None)
+    def _send_part(
+        self, reader: Peer, sequence: int, held: ChunkStore, part: _ReaderPart | None
+    ) -> None:
+        """Send a reader a chunk, if it belongs to the part that the reader is sent."""
+        since, fragments = part or (None, None)
         if fragments is None:
-            is_due = held.chunk.index in self._layout.changed_by(self.version)
+            is_sent = held.chunk.index in self._layout.changed_by(self.version)
         else:
-            is_due = held.chunk.fragment in fragments
-        if is_due:
+            is_sent = held.chunk.fragment in fragments
+        if is_sent:
             key = self._position, sequence
             skipped = self._is_left_out(reader)
             self._weights.send(
@@ -560,22 +570,21 @@ class Server:
             self._intake.stage_early()
 
     def _is_now(self, decision: Decision) -> bool:
-        """Return whether a decision is of this server's generation and version."""
-        # They come in order, any other is a copy.
+        """Return whether a decision is of this server's generation and version: any other one is a copy."""
         return (decision.generation, decision.version) == self._position
 
     def _refresh(self, readers: Sequence[Sequence[int]]) -> None:
         """Send workers the trainable weights as they are; each entry is (worker, request)."""
         for worker, sequence in readers:
             reader = worker_peer(worker)
-            due = self._due(reader)
+            part = self._part_for(reader)
             for held in reversed(self._trainable):
-                self._send_due(reader, sequence, held, due)
+                self._send_part(reader, sequence, held, part)
 
     # -- membership and state ------------------------------------------------------------------
 
     def _begin_generation(self, begun: Members) -> None:
-        """Drop what was staged, stage the generation's early pushes, and send members all weights if it says so."""
+        """Drop all staged pushes, stage those that came early, and send members all weights if `reload` says so."""
         if (begun.generation, begun.version) <= self._position:
             return  # a copy
         self._intake.generation, self.version = begun.generation, begun.version
@@ -624,7 +633,7 @@ def _made(
         return topology.stores.make(chunk, spec)
     layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
     view = layout.chunk_view(weights, chunk.index)
-    # where workers add up, the sum is of this process, whose worker has its weights of this server alone
+    # if workers add up gradients, the sum lies in this process, whose worker has its weights of this server alone
     keeps_mean = copies and not topology.hosts.reduces
     held = ServerChunk(chunk, layout, spec, view, keeps_mean=keeps_mean)
     if topology.pull_codec is not None:

@@ -22,9 +22,9 @@ from steepest.core.tensors.layout import Chunk, ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ConfigurationError, ProtocolError
 
-#: The key of what workers have been sent of a parameter, among its state.
+#: The key, in a parameter's state, of the weights that workers have been sent.
 SENT = "@sent"
-#: State of torch's optimizers that has an element for each of the parameter's.
+#: State of torch's optimizers that has as many elements as its parameter.
 _READ_BY_FUSED_KERNELS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
 
@@ -36,7 +36,7 @@ class ServerChunk(ChunkStore):
         layout: of the model.
         spec: the optimizer; None to add pushes to the weights.
         weights: the chunk's bytes; updated in place, or in memory that `apply` is given.
-        keeps_mean: whether payloads may change once their mean is formed, and not only when it is
+        keeps_mean: whether payloads may change as soon as their mean is formed, instead of after it is
             applied.
     """
 
@@ -49,7 +49,7 @@ class ServerChunk(ChunkStore):
         keeps_mean: bool = False,
     ) -> None:
         super().__init__(chunk, weights)
-        # flat, of the chunk's dtype; None before `reduce`, and where no push weighs anything
+        # flat, of the chunk's dtype; None before `reduce`, and if no push has a weight
         self.mean: torch.Tensor | None = None
         # entries of which no push in the mean has a gradient
         self.absent: frozenset[int] = frozenset()
@@ -57,10 +57,11 @@ class ServerChunk(ChunkStore):
         self._spec = spec
         self._sum: torch.Tensor | None = None  # memory for a mean of several
         wide = sum_dtype(chunk.dtype)
-        self._wide_dtype = (
-            None if wide is chunk.dtype else wide
-        )  # in which it is added up, if another
-        self._codec_raised: Exception | None = None  # of the mean, told when its update is applied
+        # the dtype in which gradients are added up, if it is not the chunk's
+        self._wide_dtype = None if wide is chunk.dtype else wide
+        self._codec_raised: Exception | None = (
+            None  # in `reduce`; raised when the update is applied
+        )
         self._sum_views: list[torch.Tensor] = []  # the slices in it
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
@@ -69,7 +70,7 @@ class ServerChunk(ChunkStore):
         ]
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
-        # what workers of other hosts have of the weights, where these are sent their changes in the form of a codec
+        # the weights that workers of other hosts have, if these are sent changes in the form of a codec
         self._sent: torch.Tensor | None = None
         self._pull_codec: Codec | None = None
         if chunk.trainable and spec is not None:
@@ -83,27 +84,29 @@ class ServerChunk(ChunkStore):
         self._loading: dict[torch.nn.Parameter, Packed] = {}
 
     def _leaves_gradients(self) -> bool:
-        """Return whether a step leaves gradients as they are, which lie in other processes' memory."""
-        # Torch's optimizers do, except for SGD's step on many tensors at once with Nesterov momentum.
+        """Return whether a step leaves gradients, which lie in other processes' memory, unchanged.
+
+        Torch's optimizers do, except for SGD's step on many tensors at once with Nesterov momentum.
+        """
         if self._optimizer is None or getattr(self._optimizer, "keeps_gradients", False):
             return True
         at_once = any(group.get("foreach") for group in self._optimizer.param_groups)
         return self._is_torchs and not at_once
 
     def _keeps_values(self, spec: OptimizerSpec | None) -> OwnValues | None:
-        """Return what a user's optimizer keeps beside its state; None for others, which keep nothing."""
+        """Return the values that a user's optimizer keeps beside its state; None for optimizers that keep none."""
         known = self._is_torchs or getattr(self._optimizer, "keeps_gradients", False)
         if self._optimizer is None or spec is None or known:
             return None
         return OwnValues(self._optimizer, [spec.groups[at][1] for at in self._groups])
 
     def fits(self, size: int, codec: Codec | None) -> bool:
-        """Return whether a gradient may have so many bytes, see `ChunkStore.fits`."""
+        """Return whether a gradient may have `size` bytes, see `ChunkStore.fits`."""
         packed = codec.size(self._layout, self.chunk) if codec is not None else None
         return size == self.chunk.nbytes or size == packed
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return the codec in whose form a gradient is, see `ChunkStore.codec_of`."""
+        """Return the codec of a gradient's payload, see `ChunkStore.codec_of`."""
         if payload is None or codec is None:
             return None
         if payload.numel() != codec.size(self._layout, self.chunk):
@@ -164,8 +167,8 @@ class ServerChunk(ChunkStore):
     def reduce(self, chosen: Iterable[PushId]) -> None:
         """Form the weighted mean of staged pushes, added up in the given order, as `mean`.
 
-        The mean may be a payload itself, which must not change before `apply` then (see
-        `keeps_mean`). It is None where no push has a gradient of any weight.
+        The mean may be a payload itself, which then must not change before `apply` (see
+        `keeps_mean`). It is None if no push has a gradient with a weight.
         """
         pushes = [self.staged[push] for push in chosen]
         total = math.fsum(push.total for push in pushes)
@@ -184,7 +187,7 @@ class ServerChunk(ChunkStore):
                 for codec in dict.fromkeys(push.codec for push in packed):
                     assert codec is not None
                     codec.finish(self._layout, self.chunk, self.mean)
-            except Exception as error:  # noqa: BLE001 - a user's codec; raised where its update is applied
+            except Exception as error:  # noqa: BLE001 - a user's codec; raised when the update is applied
                 self._codec_raised, self.mean = error, self._accumulator.zero_()
             return
         parts = [(self._values(push), push.unit) for push in pushes]
@@ -206,7 +209,7 @@ class ServerChunk(ChunkStore):
         return sum_of_squares(self.mean)
 
     def clip(self, factor: float) -> None:
-        """Multiply the mean by a factor, in memory of its own, because payloads must not change."""
+        """Multiply the mean by a factor, in memory of this chunk, because payloads must not change."""
         if self.mean is not None and factor != 1.0:
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
@@ -223,7 +226,7 @@ class ServerChunk(ChunkStore):
         return culprits or [(-1, self._names[0])]
 
     def _raise_of_codec(self) -> None:
-        """Raise what a user's codec raised in `reduce`, as an optimizer's error."""
+        """Raise the error of a user's codec in `reduce`, as if it were the optimizer's."""
         if (error := self._codec_raised) is not None:
             self._codec_raised, self.raised = None, error
             raise error
@@ -274,19 +277,19 @@ class ServerChunk(ChunkStore):
             self.mean = None
 
     def follow(self, codec: Codec) -> None:
-        """Keep what workers have been sent of the weights, of which they get the changes in the form of a codec."""
+        """Send workers changes of the weights in the form of a codec, and keep the weights that they have."""
         if self.chunk.trainable and codec.size(self._layout, self.chunk) is not None:
             self._pull_codec, self._sent = codec, self.weights.clone()
 
     @property
     def sent(self) -> torch.Tensor | None:
-        """What workers of other hosts have of the weights, as bytes; None for the weights."""
+        """The weights that workers of other hosts have, as bytes; None if they have the same."""
         return self._sent
 
     def change_to_send(self) -> torch.Tensor | None:
-        """Return what such workers are sent for the new weights, once for each version; None for the weights.
+        """Return the change that workers of other hosts are sent, once for each version; None for the weights.
 
-        It is added to what they have; what the form leaves out is part of the next change.
+        They add it to the weights that they have; the codec's error is part of the next change.
         """
         if self._sent is None or self._pull_codec is None:
             return None
@@ -316,7 +319,7 @@ class ServerChunk(ChunkStore):
             parameter.data = view
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step; unfused if only some have momentum: torch's fused SGD cannot begin it for a part of them."""
+        """Step; unfused if only some parameters have momentum, which torch's fused SGD cannot begin for a part."""
         fused: list[dict[str, Any]] = []
         torchs = optimizer.parts[0] if isinstance(optimizer, WithRules) else optimizer
         if torchs.state and isinstance(torchs, torch.optim.SGD):
@@ -350,9 +353,9 @@ class ServerChunk(ChunkStore):
         """Return the optimizer's state: (description, tensor of the CPU) of each slice and key.
 
         The description has "name" (of the parameter), "key", "start", "stop" (of the slice) and
-        "plain" (whether the tensor stands for a value that is none), see
-        `steepest.core.optim.portable.pack`. What the optimizer keeps in a parameter group, or in itself,
-        is there for each slice of the group.
+        "plain" (whether the tensor stands for a plain value), see `steepest.core.optim.portable.pack`.
+        Values that the optimizer keeps in a parameter group, or in itself, are returned for each slice
+        of the group.
 
         Raises:
             ConfigurationError: the optimizer keeps something that cannot be carried.
@@ -377,19 +380,19 @@ class ServerChunk(ChunkStore):
                     "change"
                 ) from error
             for key, (value, plain) in sorted(packed.items()):
-                about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
-                records.append(({**about, "plain": plain}, value.cpu()))
+                description = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
+                records.append(({**description, "plain": plain}, value.cpu()))
         if self._sent is not None:
             for piece, name, view in zip(
                 self.chunk.slices, self._names, self._sent_views, strict=True
             ):
-                about = {"name": name, "key": SENT, "start": piece.start, "stop": piece.stop}
-                records.append(({**about, "plain": False}, view.clone()))
+                description = {"name": name, "key": SENT, "start": piece.start, "stop": piece.stop}
+                records.append(({**description, "plain": False}, view.clone()))
         return records
 
     @property
     def _sent_views(self) -> list[torch.Tensor]:
-        """By slice, what workers have of it; empty where they have the weights."""
+        """By slice, the weights that workers of other hosts have; empty if they have the same."""
         return [] if self._sent is None else self._layout.slice_views(self.chunk, self._sent)
 
     def _group_of_slices(self) -> list[int]:
@@ -399,7 +402,7 @@ class ServerChunk(ChunkStore):
         of = {id(parameter): at for at, group in groups for parameter in group["params"]}
         return [of.get(id(parameter), -1) for parameter in self._parameters]
 
-    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+    def load_state(self, description: dict[str, Any], value: torch.Tensor) -> None:
         """Keep one record of the optimizer's state, see `state`; it takes effect with `end_state`.
 
         Args:
@@ -408,13 +411,13 @@ class ServerChunk(ChunkStore):
         Raises:
             ProtocolError: the record is none of this chunk.
         """
-        parameter = self.check_state(about, value)
-        if about["key"] == SENT:
+        parameter = self.check_state(description, value)
+        if description["key"] == SENT:
             for own, view in zip(self._parameters, self._sent_views, strict=bool(self._sent_views)):
                 if own is parameter:
                     view.copy_(value.view(view.shape))
             return
-        self._loading.setdefault(parameter, {})[about["key"]] = value, about["plain"]
+        self._loading.setdefault(parameter, {})[description["key"]] = value, description["plain"]
 
     def end_state(self) -> None:
         """Set the state of which all records have been loaded; see `ChunkStore.end_state`."""
@@ -436,7 +439,7 @@ class ServerChunk(ChunkStore):
                 self._optimizer.state[parameter] = state
 
     def _where_kept(self, loaded: Packed, parameter: torch.nn.Parameter, group: int) -> Packed:
-        """Return a slice's loaded state on its weights' device, but for steps that torch counts on the CPU."""
+        """Return a slice's loaded state on its weights' device, except step counts that torch keeps on the CPU."""
         if parameter.is_cpu or self._optimizer is None:
             return loaded
         own = self._optimizer.param_groups[group] if group >= 0 else {}
@@ -451,42 +454,41 @@ class ServerChunk(ChunkStore):
             for key, (value, plain) in loaded.items()
         }
 
-    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
-        """Return the slice to which a record of `state` belongs; ProtocolError: it is none of this chunk."""
-        missing = [name for name in ("key", "start", "plain") if name not in about]
-        key = str(about.get("key", ""))
+    def check_state(self, description: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
+        """Return the slice that a record of `state` belongs to; ProtocolError: this chunk has no such slice."""
+        missing = [name for name in ("key", "start", "plain") if name not in description]
+        key = str(description.get("key", ""))
         unknown = is_own(key) and (self._own is None or not may_be_own(key))
         try:
             if missing or unknown or self._optimizer is None:
                 raise ValueError("it has none such")
-            if about["plain"]:
+            if description["plain"]:
                 check_packed(value)
         except ValueError as error:
             raise ProtocolError(
-                f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}: {error}"
+                f"optimizer state {description!r:.200} makes no sense for chunk {self.chunk.index}: {error}"
             ) from error
         for piece, name, parameter in zip(
             self.chunk.slices, self._names, self._parameters, strict=True
         ):
-            if name == about["name"] and piece.start == about["start"]:
+            if name == description["name"] and piece.start == description["start"]:
                 if key == SENT and (value.numel(), value.dtype) != (
                     parameter.numel(),
                     parameter.dtype,
                 ):
                     break
-                if not about["plain"] and key in _READ_BY_FUSED_KERNELS:
+                if not description["plain"] and key in _READ_BY_FUSED_KERNELS:
                     self._check_form(key, value, parameter, self._optimizer)
                 return parameter
         raise ProtocolError(
-            f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}"
+            f"no slice of {description['name']!r} at {description['start']} in chunk {self.chunk.index}"
         )
 
     @staticmethod
     def _check_form(
         key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that state has its parameter's size and dtype, as torch's fused kernels do not."""
-        # ProtocolError otherwise.
+        """Check that state has its parameter's size and dtype, as fused kernels do not; ProtocolError otherwise."""
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
             raise ProtocolError(
@@ -500,8 +502,8 @@ class ServerChunk(ChunkStore):
             return
         twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone())
         try:
-            for about, value in records:
-                twin.load_state(about, value.clone())
+            for description, value in records:
+                twin.load_state(description, value.clone())
             twin.end_state()
             twin.mean = torch.zeros_like(twin.weights).view(self.chunk.dtype)
             twin.apply([{} for _ in self._spec.groups] if self._spec is not None else [], 1.0)
@@ -511,7 +513,7 @@ class ServerChunk(ChunkStore):
             ) from error
 
     def clear_state(self) -> None:
-        """Drop the optimizer's state: the next step is as its first one, and workers have the weights."""
+        """Drop the optimizer's state: the next step is taken as the first one, and workers have the weights."""
         self.weights_set()
         if self._optimizer is not None:
             self._optimizer.state.clear()

@@ -15,18 +15,18 @@ from steepest.core.tensors.layout import ParameterLayout
 
 @dataclass
 class SharedState:
-    """What servers and coordinator hold at one version, as far as it was read; see `WorkerState` for the rest."""
+    """The state of servers and coordinator at one version, as far as it was read; see `WorkerState` for the rest."""
 
     version: int  # of the weights
     #: The flat vector (uint8, of the layout's size); None if it was not read, or `holders` have it.
     weights: torch.Tensor | None = None
     #: The optimizer's state, slice by slice, and opaque chunks, piece by piece.
     records: list[Record] = field(default_factory=list)
-    #: Of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one that can be
-    #: carried, "schedule" (see `Schedule.state`), which may be of a step before.
+    #: Of the coordinator: "ledger" (see `Leases.state`), "history" and, if the schedule has a state that
+    #: can be carried, "schedule" (see `Schedule.state`), which may be of an earlier step.
     state: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0  # from the arrival of its first part to that of its last
-    #: Every commit until then, and perhaps later ones; None if they were not kept or are not known.
+    #: Every commit up to this version, and perhaps later ones; None if they were not kept or are not known.
     log: list[Commit] | None = None
     #: Without weights, the processes that have each chunk.
     holders: Mapping[int, Sequence[Any]] | None = None

@@ -42,9 +42,9 @@ class SpanRing:
         self.count = 0  # of spans so far
 
     def since(self, number: int, least: int = 1) -> tuple[int, bytes]:
-        """Return how many spans there have been, and those after the first `number`, oldest first, packed as `SPAN`.
+        """Return the number of spans so far, and those after the first `number`, oldest first, packed as `SPAN`.
 
-        Those that were overwritten are left out. Where fewer than `least` are new, `number` and none are returned.
+        Overwritten spans are left out. If fewer than `least` are new, return `number` and no spans.
         """
         count = self.count
         if count - number < max(least, 1):
@@ -77,11 +77,11 @@ class RoleSpans:
         """Record a span.
 
         Args:
-            kind: of it.
+            kind: of the span.
             began: in seconds, as `now` returns them.
             number: of the share for COMPUTE, LOAD and WAIT; the push's sequence number for PUSH and STAGE; else -1.
-            version: that a worker computes from, awaits or has received, that a push was computed from, that is reduced
-                or applied; -1 if none.
+            version: that a worker computes from, awaits or has received, that a push was computed from, or that is
+                reduced or applied; -1 if none.
             chunk: index; -1 if none.
             other: for STAGE, the worker that has pushed; -1 if none.
             ended: in seconds; None for now.
@@ -104,7 +104,7 @@ class RecordsSpans(Protocol):
 
 
 def record_roles(router: Router, ring: SpanRing | None) -> None:
-    """Have the roles of a process record spans in a ring from now on, later ones too; None to record none.
+    """Have a process' roles, also those that are hosted later, record spans in a ring; None to record none.
 
     Called on the router's thread.
     """

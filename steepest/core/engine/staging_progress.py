@@ -1,4 +1,4 @@
-"""How much of each gradient is staged on one server, and what its squares say."""
+"""How much of each gradient is staged on one server, its sum of squares, and NaN or infinity in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steepest.errors import listed
 
 #: The sum of squares of a whole gradient, and (worker, parameter) of
 #: each NaN or infinity in it.
-Found = tuple[float, list[tuple[int, str]]]
+GradientCheck = tuple[float, list[tuple[int, str]]]
 
 
 @dataclass(slots=True)
@@ -29,14 +29,14 @@ class _StagedChunks:
 
 
 class StagingProgress:
-    """The number of staged chunks of each gradient, which says when it is whole on one server.
+    """The number of staged chunks of each gradient, which shows when it is whole on one server.
 
-    Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere each push
+    If all members contribute to a version, their gradients count as one: `reduce`. Otherwise each push
     counts by itself: `count`.
 
     Args:
-        chunks: trainable chunks of the server.
-        answers_for: those whose squares it reports (another server does for a copy).
+        chunks: number of the server's trainable chunks.
+        answers_for: indices of the chunks whose squares it reports: not of copies.
     """
 
     def __init__(self, chunks: int, answers_for: Container[int]) -> None:
@@ -69,11 +69,8 @@ class StagingProgress:
         """Whether every chunk of the next version is reduced."""
         return self._version.missing == 0
 
-    def reduce(self, held: ChunkStore) -> Found | None:
-        """Form a chunk's mean of all members' pushes.
-
-        Return what the means of all chunks showed, if it was the last.
-        """
+    def reduce(self, held: ChunkStore) -> GradientCheck | None:
+        """Form a chunk's mean of all members' pushes; after the last chunk, return the check of the whole mean."""
         order = sorted(held.staged)
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)
@@ -84,8 +81,8 @@ class StagingProgress:
         self._version.squares.pop(held.chunk.index, None)
         self._version.culprits.pop(held.chunk.index, None)
 
-    def count(self, push: PushId, held: ChunkStore) -> Found | None:
-        """Note one more staged chunk of a push; return what its gradient showed, if it was the last chunk."""
+    def count(self, push: PushId, held: ChunkStore) -> GradientCheck | None:
+        """Note one more staged chunk of a push; after the last chunk, return the check of its gradient."""
         progress = self._pushes.get(push)
         if progress is None:
             progress = self._pushes[push] = _StagedChunks(self._chunks)
@@ -96,8 +93,8 @@ class StagingProgress:
 
     def _note(
         self, progress: _StagedChunks, held: ChunkStore, squares: float, pushes: Sequence[PushId]
-    ) -> Found | None:
-        """Note one more staged chunk of some pushes; return what was found, if it was the last."""
+    ) -> GradientCheck | None:
+        """Note one more staged chunk of some pushes; after the last chunk, return the check of the gradient."""
         chunk = held.chunk.index
         if not math.isfinite(squares):
             progress.culprits[chunk] = held.culprits(pushes)

@@ -26,18 +26,17 @@ def raise_step_error(
     failure: Failure,
     hosts: Mapping[Peer, str],  # where processes run, as far as that is known
     late: Sequence[tuple[str, str, str]] = (),  # name, samples in words, frames of users' code
-    held_up: str = "",  # by what servers are, in words
+    held_up: str = "",  # what holds up servers, in words
     alike: Collection[int] = (),  # further workers that raised the same
 ) -> NoReturn:
     """Raise the error that a failed step stands for.
 
     Raises:
-        ModelError: the model was used in a way that steepest refuses, or workers' own loops do not do the same.
+        ModelError: the model was used in a way that steepest refuses, or workers' own loops differ.
         ModelRaisedError: the user's model, data or schedule raised; its traceback is the cause.
         DataPlaneError: living workers could not add up their gradients among themselves.
         NonFiniteError: a gradient holds NaN or infinity.
-        DeadlineError: processes did not do their part in time; users' code in which they are is
-            the cause.
+        DeadlineError: processes did not do their part in time; its cause shows the user's code that they run.
     """
     step = failure.step + 1
     if failure.reason == "raised":

@@ -18,23 +18,23 @@ from steepest.errors import PeerLostError, ShutdownError
 
 @dataclass(frozen=True)
 class BetweenTurns:
-    """How a worker has its process' router move bytes during a step, which is one turn of it."""
+    """How a worker has its process' router move bytes during a step, which lies within one turn of the router."""
 
     pump: Callable[[], None]  # called between pushes, so that bytes move during the backward pass
-    # called before a step: other roles finish what others wait for, and their messages leave
+    # called before a step: other roles of the process finish work that peers wait for, and their messages leave
     finish: Callable[[], None]
     # has a function called as soon as the process has nothing else to do
     when_idle: Callable[[Callable[[], None]], None]
-    # another turn within the step, which begins before all its weights are here; None: when all are
+    # another turn within a step that begins before all its weights are here; None if steps begin with all of them
     wait: Callable[[], None] | None
     receive: Callable[[], None]  # another turn within the step, for what its models need
-    # another turn within the step, which waits for nothing; None where other processes' turns lie within this one's
+    # another turn within the step, without waiting; None if other processes' turns lie within this one's
     poll: Callable[[], None] | None
 
 
 @contextlib.contextmanager
 def apart_from_models() -> Iterator[None]:
-    """Run other code amid a forward pass, without its autocast, inference mode and torch.func transformations."""
+    """Run other code within a forward pass, without its autocast, inference mode and torch.func transformations."""
     transforms = torch._C._functorch.maybe_current_level() is not None
     with (
         torch.inference_mode(False),
@@ -49,14 +49,14 @@ class AbandonedError(Exception):
 
 
 class PausedError(Exception):
-    """A step stops in its middle for calls that wait for its end, and is begun again afterwards."""
+    """A step stops in its middle because calls wait for its end; it is begun again after them."""
 
 
 class StepWaits:
     """A worker's waits in the middle of a model's step, or of a function between two steps.
 
-    While something is missing messages move, and random generators are left as the model had them. A wait
-    whose step is given up raises, through the model's code. Used on the router's thread.
+    During a wait messages move, and random generators are left as the model had them. If the step is given
+    up the wait raises, through the model's code. Used on the router's thread.
 
     Args:
         exchange: of the worker's weights.
@@ -65,12 +65,13 @@ class StepWaits:
 
     Attributes:
         arriving: the weights of the step, until all are here; None for a step that began with them.
-        leased: returns whether the lease of a step that began before it is here, with its weights; None for others.
+        leased: returns whether the lease of a step that began before its lease is here, with the weights; None for
+            others.
         begin_push: begins the push of a step whose weights were not here at its beginning; None for others.
         superseded: whether the step is given up: a generation began meanwhile, or the worker stops.
         calling: whether a function between two steps runs, and no step.
-        failure: a server or the coordinator is lost: no newer version will come.
-        defect: raised by this process' own code, not a model's.
+        failure: the loss of a server or the coordinator, after which no newer version comes; None before.
+        defect: the exception that this process' own code raised, not the model's; None if none.
         seconds: of waiting in the step.
         spans: records the waits; None to record none.
     """
@@ -90,10 +91,10 @@ class StepWaits:
         self._now = system().now
 
     def arrive(self, entry: int | None) -> None:
-        """Wait, amid a step, for a parameter's weights, or all.
+        """Wait, within a step, for a parameter's weights, or with None for all.
 
         Raises:
-            AbandonedError: a new generation, or the sender is lost.
+            AbandonedError: a new generation has begun, or the sender is lost.
         """
         if self.arriving is None and self.leased is None:
             return
@@ -117,14 +118,14 @@ class StepWaits:
             self._all_arrived()
 
     def _has_come(self, entry: int | None) -> bool:
-        """Return whether a parameter's weights are here, or all."""
+        """Return whether a parameter's weights are here, or with None all."""
         if self.leased is not None:
             return self.leased()
         assert self.arriving is not None
         return self._exchange.has(entry, self.arriving)
 
     def _all_arrived(self) -> None:
-        """Note, amid a step, that all of its weights are here."""
+        """Note, within a step, that all of its weights are here."""
         self.arriving = self.leased = None
         begin, self.begin_push = self.begin_push, None
         if begin is not None:
@@ -143,10 +144,15 @@ class StepWaits:
     def until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
         """Receive messages in a forward pass until what it needs has come, see `WaitUntil`.
 
-        Between two steps, in a user's function, a lost server is PeerLostError.
+        Args:
+            has_come: the condition.
+            why: names what is awaited, for errors.
+            pauses: whether to raise if a call waits for the end of the step.
 
         Raises:
-            AbandonedError: a new generation, or a server is lost.
+            AbandonedError: a new generation has begun, or a server is lost.
+            PausedError: a call waits.
+            PeerLostError: instead of either between two steps, in a user's function.
         """
         began, generators = self._now(), HeldGenerators()
         while not has_come():
@@ -165,10 +171,7 @@ class StepWaits:
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:
-        """Run own code within the model's.
-
-        What it raises becomes AbandonedError, so that it is not reported as the model's.
-        """
+        """Run this package's code within the model's: its errors become AbandonedError, not errors of the model."""
         try:
             yield
         except AbandonedError:

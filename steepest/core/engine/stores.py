@@ -1,4 +1,4 @@
-"""How servers hold what a job's models have beside the flat vector: `Stores`, and messages of their own."""
+"""How servers hold the parts of models that are not in the flat vector: `Stores`, with messages of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Position = tuple[int, int]
 
 
 class StoreService(Protocol):
-    """What one server does about its opaque chunks beside staging and committing.
+    """One server's work on its opaque chunks besides staging and committing.
 
     Used on the thread of the server's router, as the stores are.
     """
@@ -30,25 +30,25 @@ class StoreService(Protocol):
     kinds: Collection[MessageKind]  # of the messages that it takes, which the server does not know
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return the memory for the payload of such a message, see `Role.destination`."""
+        """Return the memory for the payload of a message of `kinds`, see `Role.destination`."""
 
     def handle(self, source: Peer, message: Message, at: Position) -> None:
-        """Act on such a message while the server is at a position; ProtocolError: it is refused."""
+        """Act on a message of `kinds` while the server is at a position; ProtocolError: it is refused."""
 
     def reached(self, at: Position) -> None:
-        """Answer what has waited for this position; called after each commit and at each new generation."""
+        """Answer the requests that waited for this position; called after each commit and at each new generation."""
 
     def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
         """Send a snapshot's reader the state of some stores as it is now, at once or in pieces, and then `end`."""
 
     def lost(self, peer: Peer) -> None:
-        """Forget what a lost peer has asked for."""
+        """Forget the requests of a lost peer."""
 
     def doing(self) -> Status:
-        """Return what keeps the server from its messages; any thread may ask."""
+        """Return what keeps the server from its messages; any thread may call this."""
 
     def tick(self, now: float) -> None:
-        """Look at the time, in seconds that do not go back; called now and then."""
+        """Act on the passing of time, in seconds on a monotonic clock; called now and then."""
 
 
 class Stores(Protocol):
@@ -59,38 +59,38 @@ class Stores(Protocol):
         """Whether stores need the time of commits, see `ChunkStore.note_time`."""
 
     def prepare(self) -> None:
-        """Do what takes long, such as compilation, before a process joins the job."""
+        """Do slow preparations, such as compilation, before a process joins the job."""
 
     def make(self, chunk: Chunk, spec: OptimizerSpec | None) -> ChunkStore:
         """Return the store of an opaque chunk, as it is before the first step.
 
         Args:
             chunk: of the job's layout.
-            spec: the optimizer of the dense parameters; None where pushes are added.
+            spec: the optimizer of the dense parameters; None to add pushes to the weights.
         """
 
     def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> StoreService:
-        """Return what answers messages for one server.
+        """Return the service of one server.
 
         Args:
             server: its index.
-            stores: that it holds, by index of the chunk, dense ones among them.
+            stores: all that it holds, dense ones too, by index of the chunk.
             send: sends as the server.
         """
 
 
 class OpaqueParts(Protocol):
-    """What models have beside the parameters of the flat vector, for which the opaque chunks of their layout stand.
+    """The parts of models that are not in the flat vector, and that the layout's opaque chunks stand for.
 
-    `Extension.opaque` finds it in a model; it is the same in all workers, and hashable.
+    `Extension.opaque` returns it for a model; it is the same in all workers, and hashable.
     """
 
     @property
     def lines(self) -> Mapping[Line, Schema]:
-        """The messages about it, which the engine does not know, by who may send them to whom."""
+        """The schemas of its messages, which the engine does not know, by sender and receiver."""
 
     def require(self, strategy: Strategy, spec: OptimizerSpec) -> None:
-        """Check that it can be trained so; ConfigurationError otherwise.
+        """Check that a strategy and an optimizer can train it; ConfigurationError otherwise.
 
         Args:
             strategy: of the job.
@@ -98,10 +98,10 @@ class OpaqueParts(Protocol):
         """
 
     def difference(self, other: OpaqueParts) -> str | None:
-        """Return in words how that of another replica differs from this, or None when they agree."""
+        """Return in words how another replica's parts differ from these, or None if they agree."""
 
     def keeps_state(self, strategy: Strategy) -> bool:
-        """Return whether workers keep some of it that no server holds."""
+        """Return whether workers keep state of it that no server holds."""
 
     def stores(self, layout: ParameterLayout, seed: int) -> Stores:
-        """Return what makes the stores of a job with a layout and a seed."""
+        """Return the maker of the stores of a job with a layout and a seed."""

@@ -1,4 +1,4 @@
-"""Which processes of a job share a host, which hold a chunk, and how it travels between them."""
+"""Which processes of a job share a host, which hold each chunk, and how chunks travel between them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class HostMap:
 
     workers: tuple[int, ...]  # the host of each worker
     servers: tuple[int, ...]  # the host of each server
-    # whether what several workers of a host and servers of other hosts exchange passes through an aggregator
+    # whether several workers of a host exchange gradients and weights with other hosts' servers through an aggregator
     gathers: bool = False
-    # whether workers add gradients up among themselves, so that each one's own server is pushed the sum of all, and
-    # pass on the weights that their own servers make of it
+    # whether workers add up gradients among themselves, push the sum to their own servers, and pass on the weights that
+    # these make of it
     reduces: bool = False
 
     @classmethod
     def apart(cls, workers: int, servers: int) -> HostMap:
-        """Return the hosts of a job in which every process has one of its own."""
+        """Return the hosts of a job in which every process has a host of its own."""
         return cls(tuple(range(workers)), tuple(range(workers, workers + servers)))
 
     @cached_property
     def aggregators(self) -> dict[int, tuple[int, ...]]:
-        """The workers of each aggregator, by its index: that of the host's first server, in whose process it is.
+        """The workers of each aggregator, by its index: that of the host's first server, whose process it shares.
 
-        A host with a server and several workers has one.
+        A host with a server and several workers has an aggregator.
         """
         by_server: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
@@ -61,8 +61,8 @@ class HostMap:
         """The servers that hold the dense parameters: those on hosts with workers.
 
         All servers, if a host with workers has none. A step's weights leave when all its gradients
-        have come, so what servers elsewhere hold takes each worker's link first one way, then the
-        other; beside workers, each link is used both ways at once.
+        have come, so chunks on servers elsewhere use each worker's link first one way, then the
+        other; chunks on servers beside workers use each link both ways at once.
 
         Example:
             >>> HostMap(workers=(0, 1), servers=(2, 0, 1)).beside_workers
@@ -109,9 +109,8 @@ class Topology:
     # the servers of each chunk: the first answers for it, the others have copies, updated alike
     holders: Sequence[Sequence[int]]
     hosts: HostMap  # where workers and servers run, and which workers have an aggregator
-    # how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from there; None for
-    # as they are
+    # how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled; None if unchanged
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
-    # in which form changes of weights are pulled from servers of other hosts; None for weights themselves
+    # the form in which changes of weights are pulled from servers of other hosts; None to pull weights
     pull_codec: Codec | None = None
     stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks

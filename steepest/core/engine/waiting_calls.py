@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 @dataclass
 class WaitingCall:
-    """A call that waits until the worker has begun, and has the weights of, some generation and version."""
+    """A call that waits until the worker has begun a generation and has the weights of a version."""
 
     generation: int
     version: int
     run: Callable[[], None]  # runs it
     fail: Callable[[Exception], None]  # sets the error of a call that is not run
-    # run instead, if a step was begun from that version; None where any later version serves
+    # run instead if a step was begun from that version; None if any later version will do
     miss: Callable[[], None] | None = None
 
 
@@ -30,15 +30,15 @@ class WaitingCalls:
 
     @property
     def are_exact(self) -> bool:
-        """Whether one of them waits for just its version."""
+        """Whether one of them waits for exactly its version."""
         return any(call.miss is not None for call in self._calls)
 
     def waits_before(self, version: int) -> bool:
-        """Whether one of them waits for just this version, or an earlier one."""
+        """Return whether one of them waits for exactly this version, or exactly an earlier one."""
         return any(call.miss is not None and call.version <= version for call in self._calls)
 
     def add(self, call: WaitingCall) -> None:
-        """Add a call; one for just its version takes the place of the earlier one."""
+        """Add a call; one for exactly its version replaces an earlier such call."""
         for earlier in [c for c in self._calls if c.miss is not None and call.miss is not None]:
             self._calls.remove(earlier)
             assert earlier.miss is not None
@@ -64,7 +64,7 @@ class WaitingCalls:
         return ready
 
     def has_ready(self, generation: int, version: int) -> bool:
-        """Return whether one of them waits no longer than for the end of the present step."""
+        """Return whether one of them waits only for the end of the present step."""
         return any(c.generation <= generation and c.version <= version for c in self._calls)
 
     def fail(self, error: Exception, least_version: int = 0) -> None:
@@ -76,7 +76,7 @@ class WaitingCalls:
 
 
 def into_future(function: Callable[[], T], future: Future[Any]) -> Callable[[], None]:
-    """Return what calls a function, and sets a future to what it returns or raises."""
+    """Return a function that calls `function`, and sets a future to its result or exception."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The flat vectors of a server's weights: as many as readers need, only as long as they do."""
+"""The flat vectors of a server's weights: as many as readers need, for as long as they need them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class _WeightBuffer:
 
 
 class WeightBuffers:
-    """Flat vectors of one size: each chunk's weights lie in one, what readers still use in others.
+    """Flat vectors of one size: each chunk's weights lie in one, old weights that are still read in others.
 
-    The first vector that is free is taken, so the last ones are needed least. A vector in shared
-    memory stays mapped when its memory is freed, here and in its readers, but takes none; any other
-    vector is dropped.
+    The first free vector is taken, so the last ones are needed least. A vector in shared memory stays
+    mapped, here and in its readers, when its pages are freed; any other vector is dropped.
 
     Args:
         nbytes: size of each.
@@ -60,10 +59,7 @@ class WeightBuffers:
         )
 
     def free(self, start: int, stop: int) -> torch.Tensor:
-        """Return bytes [start, stop) of the first vector in which they are not in use.
-
-        Of a new one if there is none.
-        """
+        """Return bytes [start, stop) of the first vector in which they are not in use, or of a new vector."""
         free = (
             i
             for i, buffer in enumerate(self._buffers)
@@ -84,7 +80,7 @@ class WeightBuffers:
     def moved(self, view: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
         """Return the bytes [start, stop) to which a chunk's `view` should move, so that its vector can be freed.
 
-        They are of a vector needed since `shrink`; None if the chunk should stay where it is.
+        They belong to a vector that was needed since `shrink`; None if the chunk should stay where it is.
         """
         needed = self._buffers[: self._needed]
         if any(buffer.has(view) for buffer in needed):

@@ -42,7 +42,7 @@ _MOST_METRICS = 10_000  # all workers' fit into one message
 
 @dataclass(frozen=True)
 class _PushedShare:
-    """A pushed gradient of a share, computed from `version`. Its chunks lie where the replicas' next gradient will."""
+    """A pushed gradient of a share, computed from `version`. The replicas' next gradient overwrites its chunks."""
 
     share: int
     version: int
@@ -64,10 +64,10 @@ class Worker:
         replicas: its copies of the model.
         exchange: pushes its gradients and receives weights.
         send: sends as the worker.
-        members: number of workers, each of which has one share of a step that is granted.
+        members: number of workers, each of which has one share of a granted step.
         incarnation: number of this life of the worker, from 0.
         between: has the process' router move bytes during a step.
-        auditor: computes another worker's samples, too, in some steps; None in none.
+        auditor: computes another worker's samples in some steps; None if no step is audited.
     """
 
     def __init__(
@@ -103,27 +103,25 @@ class Worker:
         self._taken_within_steps = exchange.kinds
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
-        # shares of the samples, version to compute from; and those that will be leased next, empty for none
+        # the shares of a lease, and the version to compute from
         self._lease: tuple[range, int] | None = None
-        self._begun: tuple[range, int] | None = (
-            None  # the lease that is computed, unless it came in the middle
-        )
-        self._ahead = range(0)
+        # the lease that is being computed, unless it came in the middle of its step
+        self._begun: tuple[range, int] | None = None
+        self._ahead = range(0)  # the shares that will be leased next
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
         self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
-        self._computed: _PushedShare | None = (
-            None  # the last gradient, while it may be asked for again
-        )
+        # the last gradient, as long as it may have to be pushed again
+        self._computed: _PushedShare | None = None
         self._granted = (0, -1)  # generation and version of the last lease
         self._now = system().now
         self._since = self._now()  # when the last step or call began, or the role did
         self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
         self._spans: RoleSpans | None = None
-        self._raised = (-1, "")  # the generation in which it last failed, and of what error
+        self._raised = (-1, "")  # the generation in which it last failed, and the error
 
     def record(self, spans: RoleSpans | None) -> None:
         """Record what the worker does, see `RecordsSpans`."""
@@ -131,15 +129,15 @@ class Worker:
 
     @property
     def newest_generation(self) -> int:
-        """The newest generation of which a message is here, handled or deferred to a step's end."""
+        """The newest generation that a message has named, handled or deferred to a step's end."""
         return max(
             [self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)]
         )
 
     def raised_before(self, generation: int) -> str | None:
-        """Return the error of which the worker failed in the generation before one; also amid a step.
+        """Return the error with which the worker failed in the generation before `generation`.
 
-        "" if it did not, and None while it computes what may still fail so.
+        "" if it did not fail, and None while its computation may still fail. It may be called within a step.
         """
         computes = self.computing is not None and self.generation < generation
         own, error = self._raised
@@ -159,12 +157,12 @@ class Worker:
         It runs on the router's thread, between two steps.
 
         Args:
-            generation: begun by then.
-            version: or a later one.
+            generation: the least that must have begun.
+            version: the least that must be here.
             function: called once.
 
         Returns:
-            A future of what the function returns or raises; fails with `PeerLostError` if a server
+            A future of the function's result or exception; fails with `PeerLostError` if a server
             or the coordinator is lost before.
         """
         future: Future[T] = Future()
@@ -177,17 +175,17 @@ class Worker:
     ) -> Future[T | None]:
         """Run a function on the replicas after the step that made a version, before the next one.
 
-        What the replicas have of their own (buffers, say) is as of that version then; of its
-        weights some may be on their way. One such call waits at a time.
+        The replicas' own state, such as buffers, is then that of this version; some of its weights
+        may not be here yet. One such call waits at a time.
 
         Args:
-            generation: begun by then.
+            generation: the least that must have begun.
             version: any.
             function: called at most once.
 
         Returns:
-            A future as of `at_version`; None if a step was begun from that version already, or
-            another such call has taken this one's place.
+            A future like that of `at_version`; its result is None if a step was begun from that
+            version already, or another such call has replaced this one.
         """
         future: Future[T | None] = Future()
         run = into_future(partial(function, self._replicas), future)
@@ -221,8 +219,7 @@ class Worker:
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message, then take steps as long as nothing is missing for the next one.
 
-        In the middle of a step only what the exchange takes then is taken; other messages are deferred to its
-        end.
+        In the middle of a step only messages of the exchange are taken; others are deferred to its end.
 
         Raises:
             ProtocolError: a worker takes no such message.
@@ -270,7 +267,7 @@ class Worker:
                     self._take_version()
 
     def _note_decision(self, skipped: bool) -> None:
-        """Have those know of it that keep something of the last push: whether it was left out of new weights."""
+        """Tell the parts that keep state of the last push whether it was left out of the new weights."""
         if self._auditor is not None:
             self._auditor.forget()
         if skipped:
@@ -281,7 +278,7 @@ class Worker:
             self._replicas.decided(counts=True)
 
     def _begin_generation(self, begun: Members) -> None:
-        """Begin a generation: grants before it are void, and weights too if they are sent anew."""
+        """Begin a generation: earlier grants are void, and so are the weights if they are sent anew."""
         if begun.generation <= self.generation:
             return  # a copy
         self.generation = begun.generation
@@ -291,7 +288,7 @@ class Worker:
         self._exchange.begin_generation()
         if begun.install and self._auditor is not None:
             self._auditor.forget()
-        if not begun.again:  # weights may be others, or what the models do
+        if not begun.again:  # weights or models may have changed
             self._computed = None
         if begun.reload:
             self._baseline = begun.generation
@@ -300,7 +297,7 @@ class Worker:
         self._run_calls()
 
     def _go_on(self) -> None:
-        """Take a step if one is granted and its weights are here, or on their way; again where it has paused."""
+        """Take a step if one is granted and its weights are here or on their way; take it again if it has paused."""
         before = self._pushed
         while True:
             self._paused = False
@@ -313,7 +310,7 @@ class Worker:
             self._between.when_idle(self._go_ahead)
 
     def _go_ahead(self) -> None:
-        """Go on with a step whose weights are not here, after the messages that are."""
+        """Begin a step whose weights are not here yet, after handling the messages that are."""
         self._is_ahead = False
         if not self._stepping:
             self._go_on()
@@ -336,7 +333,7 @@ class Worker:
                     self._step(share, self.version + 1)
 
     def _step_ahead(self) -> None:
-        """Begin the next leased share: before its lease, or the weights of that."""
+        """Begin the next leased share before its lease, or the weights that the lease names, are here."""
         shares = self._ahead if self._lease is None else self._lease[0]
         self._begun = None
         self._ahead = range(0) if self._lease is None else self._ahead
@@ -346,7 +343,7 @@ class Worker:
         self._step(shares[0], self.version)
 
     def _has_lease(self, share: int) -> bool:
-        """Return whether a share is leased, and the weights are here from which it is computed."""
+        """Return whether a share is leased, and the weights that it is computed from are here."""
         lease = self._lease
         return lease is not None and lease[0][0] == share and self.version >= lease[1]
 
@@ -371,13 +368,13 @@ class Worker:
             meets = self._replicas.meets_before(self.version + 1)
             return not meets and not self._calls.waits_before(self.version + 1)
         return (
-            # a user's loop goes on with all of the weights alone, and a copy of its state is as of then
+            # a user's loop goes on only with all of the weights, and a copy of its state is taken then
             not (self._calls.are_exact and self._replicas.follow_commits)
             and self._exchange.arriving == (self.generation, self.version + 1)
         )
 
     def give_up(self) -> Future[None]:
-        """Take no more steps, abandon the present one if its weights are on their way; return a future of its end."""
+        """Take no more steps, and abandon the present one if it waits for weights; return a future of its end."""
         self._stopped = self._waits.superseded = True
         return self.at_version(0, -1, lambda replicas: None)
 
@@ -388,8 +385,10 @@ class Worker:
         self._exchange.begin_generation()
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Fail the calls that wait for weights, if the coordinator or a server is lost."""
-        # The driver hears of the loss from other processes, or from Ray.
+        """Fail the calls that wait for weights, if the coordinator or a server is lost.
+
+        The driver hears of the loss from other processes, or from Ray.
+        """
         if peer.role in ("coordinator", "server"):
             self._waits.failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
             self._calls.fail(self._waits.failure)
@@ -421,7 +420,7 @@ class Worker:
         return Status(text, self._now() - since)
 
     def _to_come(self, key: Key | None) -> str:
-        """Return in words what has not come of the weights of a version, and what else; "" for nothing."""
+        """Return in words which weights of a version, and what else, have not come; "" for nothing."""
         lacking = listed(self._exchange.lacks(key))
         return f" (still to come: {lacking})" if lacking else ""
 
@@ -449,9 +448,11 @@ class Worker:
                 self._replicas.decided(counts=counts, again=again)
 
     def _next_share(self, version: int) -> int | None:
-        """Return the number of the share to compute from the weights of a version; None if none."""
-        # A step that was begun early and given up is no reason to take the one before again, of whose weights some may
-        # have been replaced already.
+        """Return the number of the share to compute from the weights of a version; None if none.
+
+        If a step was begun early and given up, the one before is not taken again: some of its weights may have been
+        replaced already.
+        """
         if self._pushed[0] == self.generation and self._pushed[1] >= version:
             return None
         if self._lease is not None:
@@ -464,7 +465,7 @@ class Worker:
         return version * self._members + self._index if version < self._limit else None
 
     def _take_version(self) -> None:
-        """Use the newest version of which all weights are here."""
+        """Use the newest version whose weights are all here."""
         generation, version = self._complete
         if generation >= self._baseline and version != self.version:
             self.version = version
@@ -476,8 +477,11 @@ class Worker:
             self._run_calls()
 
     def _run_calls(self, begins: int = -1) -> bool:
-        """Run the calls whose version is here, or is about to `begin`, unless a step is computed."""
-        # Return whether any ran.
+        """Run the calls whose version is here, unless a step is computed; return whether any ran.
+
+        Args:
+            begins: the version from which a step is about to begin, or -1.
+        """
         if self._stepping:
             return False
         ready = self._calls.take_ready(self.generation, self.version, begins)
@@ -553,7 +557,9 @@ class Worker:
                 return
         if self._waits.defect is not None:
             raise self._waits.defect
-        version = self._pushed[1]  # which a share that began before its lease has in its middle
+        version = self._pushed[
+            1
+        ]  # a share that began before its lease got its version in the middle
         report = self._report(result, version)
         try:
             self._send(COORDINATOR, report.pack())
@@ -567,18 +573,18 @@ class Worker:
             self._between.when_idle(partial(self._load_next, version + 1))
 
     def wait_within(self, has_come: Callable[[], bool]) -> None:
-        """Receive messages in the middle of a model's step, or of a function between two, until something has come.
+        """Receive messages in the middle of a step, or of a function between two steps, until `has_come` returns True.
 
-        Where a call waits for the end of that, an exception goes through the model, and the step is taken again later.
+        If a call waits for the step's end, an exception goes through the model, and the step is taken again later.
         """
         self._waits.until(has_come, "what other workers gather was not sent", pauses=True)
 
     def _a_call_waits(self) -> bool:
-        """Return whether a call waits for the present step's end alone."""
+        """Return whether a call waits only for the present step's end."""
         return self._calls.has_ready(self.generation, self.version)
 
     def _begin_to_push(self, version: int) -> None:
-        """Begin the push of a gradient, or have it begun when the weights that it is computed from are here."""
+        """Begin the push of a gradient, now or as soon as the weights that it is computed from are here."""
         is_last = version + 1 >= self._limit
         begin = partial(
             self._exchange.begin, self.generation, version, self._incarnation, is_last=is_last
@@ -588,7 +594,7 @@ class Worker:
         if self._waits.leased is not None:
             self._waits.begin_push = self._begin_leased
         elif self._replicas.delays and self._waits.arriving is not None:
-            self._waits.begin_push = begin  # the last push may yet have to be made again
+            self._waits.begin_push = begin  # the last push may still have to be repeated
         else:
             begin()
 
@@ -638,8 +644,7 @@ class Worker:
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:
-        """Push the gradient of a share."""
-        # One computed from the same weights is pushed again where another worker failed.
+        """Push the gradient of a share; one that was computed from the same weights is pushed again."""
         done, self._computed = self._computed, None
         if done is None or (done.share, done.version) != (share, version):
             pushes: list[Any] = []
@@ -679,8 +684,7 @@ class Worker:
     def _push(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Push a complete chunk, and let bytes move; see `ChunkReady`."""
-        # A small last one leaves with the report: one wake-up.
+        """Push a complete chunk, and let bytes move, except after the last one, which leaves with the report."""
         with self._waits.own_work():
             began = 0.0 if self._spans is None else self._now()
             if self._exchange.ready(chunk, payload, unit, total, absent):
