@@ -1,4 +1,4 @@
-"""What a worker's report says of an audited step: digests of its own gradient, and of another worker's."""
+"""The part of a worker's report on an audited step: digests of its own gradient, and of another worker's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class GradientDigest(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """What a worker has computed in an audited step."""
+    """A worker's two gradients of an audited step."""
 
-    machine: (
-        str  # results of equal machines have equal bits; "" where not even those of one machine do
-    )
+    # results of equal machines have equal bits; "" if not even repeated results of one machine do
+    machine: str
     rounding: float  # the greatest relative difference of a chunk's norm, or sum, that is rounding
-    other: int  # the worker whose samples it has computed, too
+    other: int  # the other worker whose samples it has computed
     own: GradientDigest
     others: GradientDigest
 

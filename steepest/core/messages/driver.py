@@ -31,11 +31,11 @@ from steepest.core.messages.schema import Body, Generation, Header, Sequence, Ve
 class AskForSteps(Body):
     """A request for more steps; each step is answered by a RESULT, or all of them by one FAILURE.
 
-    The driver's client sends it to the coordinator when a user calls `step` or `fit`. One that a
-    FAILURE crosses on its way asks for nothing: that FAILURE answers it too.
+    The driver's client sends it to the coordinator when a user calls `step` or `fit`. If a FAILURE
+    was sent before it arrives, that FAILURE answers it too.
     """
 
-    generation: Generation  # the newest of which who asks knows
+    generation: Generation  # the newest that the client knows
     sequence: Sequence
     steps: Annotated[int, COUNT]  # beyond those that were asked for before
     stats: Annotated[bool, FLAG] = True  # whether results are to have loss, metrics and timings
@@ -65,13 +65,13 @@ class Result(Body):
     timings: Annotated[dict[str, float] | None, numbers_by_name()] = None
     # 2-norm of the mean gradient before clipping, mean over the step's updates; None if not known
     gradient_norm: Annotated[float | None, NUMBER] = None
-    # in which workers' own loops are; None where they do not say it
+    # of workers' own loops; None if they do not report it
     epoch: Annotated[int | None, nothing_or(COUNT)] = None
-    # for each parameter group, what workers' own loops say of it, see `Report`
+    # for each parameter group, the hyperparameters that workers' own loops report, see `Report`
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
     # of each push with statistics: its worker, and the seconds of its data, its computing and its wait
     spent: Annotated[Seq[tuple[int, float, float, float]], many(SPENT)] = ()
-    # of its pushes, what workers' own loops say, see `Report`: the worker first
+    # of its pushes, the values that workers' own loops report, see `Report`: the worker first
     notes: Annotated[Seq[tuple[int, int, float, dict[str, float]]], many(NOTED)] = ()
 
 
@@ -80,17 +80,17 @@ class Failure(Body):
     """The open step is given up, and the steps asked for after it with it.
 
     The coordinator sends it to the client; a new generation begins with it. After one of reason
-    "optimizer", which may come between steps too, no server's state can be read, and no step taken:
-    other roles have to be made, with a state from before.
+    "optimizer", which may also come between steps, no server's state can be read, and no step taken:
+    new roles have to be made, with an earlier state.
     """
 
     generation: Generation  # this and version: of the coordinator from now on
     version: Version
-    # committed by now; of reason "optimizer", before the step whose update raised
+    # committed by now; for reason "optimizer", before the step whose update raised
     step: Annotated[int, COUNT]
     # "raised" (a worker's model or data; with worker, error, traceback, kind), "schedule" (it raised; with error,
     # traceback, kind), "optimizer" (a server's raised, and the committed update is applied in part; with peer, error,
-    # traceback, kind), "nonfinite" (with culprits), "unlike" (workers' own loops do not do the same; with why), "lost"
+    # traceback, kind), "nonfinite" (with culprits), "unlike" (workers' own loops differ; with why), "lost"
     # (a process died; with peer, why), "deadline" (with awaited, seconds)
     reason: Annotated[str, TEXT]
     # (worker, parameter's name) for each NaN or infinity, see `VersionStaged`
@@ -186,19 +186,17 @@ class AuditDifference(Body):
     The coordinator sends it to the client when they were computed a second time.
     """
 
-    generation: Generation  # in which they were
+    generation: Generation  # in which they were computed
     version: Version  # of the weights from which they were computed
     step: Annotated[int, COUNT]  # number of steps committed, the audited one included
-    # for each difference whose samples they are, and who has computed them, too
+    # for each difference the worker that the samples belong to, and the other one that computed them
     pairs: Annotated[Seq[tuple[int, int]], many(each_of(WORKER, WORKER))]
-    why: Annotated[str, TEXT]  # what is known, in words
-    worker: Annotated[int | None, WORKER] = (
-        None  # that computes wrongly; None where that is not known
-    )
+    why: Annotated[str, TEXT]  # the reason, in words
+    # that computes wrongly; None if that is not known
+    worker: Annotated[int | None, WORKER] = None
     life: Annotated[int, COUNT] = 0  # its incarnation
-    waits: Annotated[bool, FLAG] = (
-        False  # whether the step is committed once another process has its place
-    )
+    # whether the step is committed only once another process has taken the worker's place
+    waits: Annotated[bool, FLAG] = False
 
 
 @body(Kind.READ_COUNTERS)

@@ -157,8 +157,10 @@ def many(each: Field) -> Field:
 
 
 def by_worker(width: int) -> Field:
-    """Return a field of a list of lists of `width` integers, the first a worker's index."""
-    # It checks a whole list at once, because a COMMIT has many.
+    """Return a field of a list of lists of `width` integers, the first a worker's index.
+
+    It checks a whole list at once, because a COMMIT may have many elements.
+    """
     lengths = {width}
 
     def fits(value: Any, limits: Limits) -> bool:
@@ -228,17 +230,18 @@ def plain_by_name() -> Field:
 
 
 class StepDigest(NamedTuple):
-    """What a worker's own loop does in an update: where workers commit together, the same on all of them.
+    """The position of a worker's own loop in an update: if workers commit together, the same on all of them.
 
-    What is None is not known, and not compared.
+    A field that is None is not known, and not compared.
     """
 
     epoch: int | None
-    batch: (
-        int | None
-    )  # the number of the job's step; where loops count their steps, that of the batch or round
-    step: int | None  # the number of steps that the loop has taken in the batch before
-    optimizer: int  # which one steps, as `prepare` was given them; or one of those below
+    # the number of the job's step; if loops count their steps, that of the batch or round
+    batch: int | None
+    step: int | None  # the number of steps that the loop has taken before in the batch
+    optimizer: (
+        int  # the index of the one that steps, in the order of `prepare`; or a constant below
+    )
     passes: int | None = None  # backward passes since the loop's last step
 
 
@@ -270,7 +273,7 @@ HYPER = replace(many(plain_by_name()), read=_hyper)
 
 
 def nothing_or(other: Field) -> Field:
-    """Return a field that holds null, or what another field holds."""
+    """Return a field that holds null, or a value of another field."""
     read = other.read
     return Field(
         f"null, or {other.allowed}",

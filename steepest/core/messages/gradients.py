@@ -135,7 +135,7 @@ class PushStaged(Body):
 
 @body(Kind.REPORT)
 class Report(Body):
-    """Every chunk of a gradient has been sent, and what the step was like.
+    """Every chunk of a gradient has been sent; with the step's results.
 
     A worker sends it to the coordinator right after the last PUSH of the gradient.
     """
@@ -155,25 +155,25 @@ class Report(Body):
     metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
     # seconds, by part of the step: "data", "compute", "wait"
     timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
-    # the part of the model that it changes, where updates under a rule of rounds change one part
+    # the part of the model that it changes, under a rule of rounds whose updates change one part
     fragment: Annotated[int, COUNT] = 0
-    # what a replay needs to know of the push beside its name and samples, see `LoggedPush.more`; None for nothing
+    # what else a replay needs to know of the push, see `LoggedPush.more`; None for nothing
     more: Annotated[Seq[Any] | None, UNUSED] = None
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
     # where none does, or the worker has no loop of its own
     hyper: Annotated[list[dict[str, Any]] | None, HYPER] = None
-    # the greatest norm of this update's gradient, as a worker's own loop says it; None for that of the job, if any
+    # the greatest norm of this update's gradient, if a worker's own loop sets one; None for the job's, if any
     clip: Annotated[float | None, NUMBER] = None
-    # what a worker's own loop does in this update, see `steepest.core.messages.fields.StepDigest`; None where it does
-    # not see the update, or the worker has no loop of its own
+    # the position of a worker's own loop, see `steepest.core.messages.fields.StepDigest`; None if the loop does not
+    # see the update, or the worker has no loop of its own
     digest: Annotated[StepDigest | None, DIGEST] = None
-    # what a worker's own loop says to the driver: for each time its number, its weight in means, and values by name
+    # values that a worker's own loop reports to the driver: of each report its number, weight in means, and values
     notes: Annotated[Seq[tuple[int, float, dict[str, float]]], many(NOTE)] = ()
-    # whether it is to be left out, and all that would be committed together with it
+    # whether it is to be left out, with all pushes that would be committed together with it
     overflowed: Annotated[bool, FLAG] = False
     # in means, of those metrics that have another weight than the samples
     weights: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
-    # what it has computed of an audited step; None of others
+    # its gradients of an audited step; None for other steps
     audit: Annotated[Audited | None, AUDITED] = None
 
 
@@ -210,11 +210,11 @@ class CommitOrder(Decision):
         hyper: for each parameter group, the hyperparameters that differ from the optimizer's own;
             None where none does.
         skip: whether the version is made without applying anything, because of NaN or infinity.
-        clip: factor of the mean gradient: from clipping by its norm, or to make a sum over samples of it.
+        clip: factor of the mean gradient: from clipping by its norm, or to turn the mean into a sum.
         entry: the commit's entry in the log, if a log is kept and servers remember decisions.
-        made: as how many versions it counts.
+        made: number of versions that it counts as.
         fragments: the parts of the model that it changes, ascending, under a rule of rounds.
-        clock: the coordinator's time, in whole seconds since the epoch, where stores keep the time.
+        clock: the coordinator's time, in whole seconds since the epoch, if stores keep the time.
     """
 
     rate: Annotated[float, Header("weight", FACTOR)]
@@ -281,7 +281,7 @@ class Weights(Body):
     reload: Annotated[bool, FLAG] = False
     # whether the reader's last committed push was left out, because of NaN or infinity
     skipped: Annotated[bool, FLAG] = False
-    # the parts of the model of which the reader is sent this version; None for that of which the version is in turn
+    # the parts of the model that the reader is sent of this version; None for the part whose turn it is
     fragments: Annotated[Seq[int] | None, many(COUNT)] = None
     # in the chunk's dtype or in half precision, or its changes since the version that the reader has, each packed
     payload: Payload = None

@@ -16,9 +16,9 @@ class Measured(NamedTuple):
 
 
 def mean_metrics(parts: Iterable[Measured]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return means by name over parts, of which some may lack a metric, and the weights of those that have their own.
+    """Return means by name over parts, some of which may lack a metric, and the weights of metrics with their own.
 
-    A metric that weighs nothing in all parts is NaN; one with a weight of its own is what the first part says.
+    A metric without weight in all parts is NaN, or, if it has weights of its own, the value of the first part.
     """
     parts = list(parts)
     means: dict[str, float] = {}

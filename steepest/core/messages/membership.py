@@ -101,9 +101,9 @@ class Lease(Body):
     # sequence number of the worker's last push that is part of the weights; 0 for none
     committed: Annotated[int, COUNT] = 0
     count: Annotated[int, COUNT] = 1  # how many shares from that one on
-    # the first share that it is leased next, which it may begin before this push is committed, and how many; or empty
+    # the first share that it is leased next, which may begin before this push is committed, and their number; or empty
     ahead: Annotated[Seq[int], many(COUNT)] = ()
-    # which part of the model it pushes, counted round and round; None for that which it has not pushed for longest
+    # which part of the model it pushes, modulo their number; None for the one that it has pushed longest ago
     turn: Annotated[int | None, COUNT] = None
 
 

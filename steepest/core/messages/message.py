@@ -53,15 +53,15 @@ class PushId(NamedTuple):
 class MessageKind(enum.IntEnum):
     """A kind of messages: its name, and the number in a frame's header, which no other kind has.
 
-    The core's kinds are `Kind`. What attaches to a job derives a class of kinds of its own, with numbers that are free,
-    and says with `OpaqueParts.lines` who may send them to whom: in other jobs they are refused.
+    The core's kinds are `Kind`. A package that attaches to a job derives a class of its own kinds, with free numbers,
+    and declares their senders and receivers by `OpaqueParts.lines`: in other jobs they are refused.
     """
 
 
 class Kind(MessageKind):
-    """The kinds of messages of a job that trains dense models, and of what shares its router.
+    """The kinds of messages of a job that trains dense models, and of a parameter server.
 
-    The dataclass of each kind, in the module that is named, says who sends it to whom, and when.
+    The dataclass of each kind, in the module that is named, says which role sends it to which, and when.
     """
 
     # steepest.core.messages.gradients

@@ -1,4 +1,4 @@
-"""The messages that each role may send to each other role, checked before a role is given them."""
+"""The messages that each role may send to each other role, checked before they reach a role."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ _TRAINING: Sayings = {
 
 
 def lines(*sayings: Sayings) -> dict[Line, Schema]:
-    """Return the schemas of what may be said, by kind, sender and receiver."""
+    """Return the schemas of the messages that may be sent, by kind, sender and receiver."""
     return {
         (body.KIND, source, target): body.SCHEMA
         for part in sayings
@@ -194,8 +194,10 @@ def _unfit_header(message: Message, schema: Schema, limits: Limits) -> str | Non
 
 
 def _unfit_weight(message: Message, schema: Schema) -> str | None:
-    """Return what is wrong with a message's weight or total, else None."""
-    # NaN and infinity are allowed: they make a gradient that is not finite, which servers report as such.
+    """Return what is wrong with a message's weight or total, else None.
+
+    NaN and infinity are allowed: they make a gradient that is not finite, which servers report as such.
+    """
     for slot, value in (("weight", message.weight), ("total", message.total)):
         if value < 0 or HEAVIEST < value < math.inf:
             return f"{schema.names.get(slot, slot)}={value}: give a number from 0 to {HEAVIEST:g}"

@@ -45,21 +45,20 @@ class Read(Body):
     """
 
     sequence: Sequence
-    # "weights"; "state": the optimizer's and the coordinator's too; "standing": version and coordinator's state alone;
-    # "opaque": opaque chunks alone
+    # "weights"; "state" adds the optimizer's and the coordinator's; "standing": only version and coordinator's state;
+    # "opaque": only opaque chunks
     what: Annotated[str, _WHAT] = "weights"
     chunks: Annotated[Seq[int] | None, many(CHUNK)] = None  # that are wanted; None for all
-    options: Annotated[Options | None, UNUSED] = (
-        None  # how to read opaque chunks; None for as they are
-    )
-    # the version that is wanted, or the present one if that is later; until it is committed the request waits, or until
-    # a later one of the reader takes its place
+    # how to read opaque chunks; None for no options
+    options: Annotated[Options | None, UNUSED] = None
+    # the version that is wanted, or the present one if that is later; the request waits until it is committed, or a
+    # later request of the reader replaces this one
     at: Version = 0
 
 
 @body(Kind.SNAPSHOT)
 class Snapshot(Body):
-    """The order to send a reader what it asked for.
+    """The order to send a reader the state that it asked for.
 
     The coordinator sends it to every server between two commits, so that all send one version.
     """
@@ -85,7 +84,7 @@ class _Tensor(Body):
     key: Annotated[str, TEXT]  # of the tensor in the optimizer's state of that parameter
     start: Annotated[int, COUNT]
     stop: Annotated[int, COUNT]
-    # it stands for a value that is none, see `steepest.core.optim.portable`
+    # whether it stands for a plain value, see `steepest.core.optim.portable`
     plain: Annotated[bool, FLAG]
     dtype: Annotated[str, TEXT]  # without "torch."
     shape: Annotated[Seq[int], many(COUNT)]
@@ -100,7 +99,7 @@ class _Tensor(Body):
 
 @body(Kind.STATE)
 class StateTensor(_Tensor):
-    """One tensor of optimizer state, or of what an opaque chunk has, in a snapshot.
+    """One tensor of optimizer state, or of the state of an opaque chunk, in a snapshot.
 
     A server sends it to the client that reads "state" or "opaque".
     """
@@ -113,8 +112,8 @@ class StateTensor(_Tensor):
 class ReadOn(Body):
     """A request for the next piece of a snapshot, or its end.
 
-    The client sends it to the server of each STATE that waits for it, so that what an opaque chunk has lies in the
-    server's memory once, and not a second time in what it has yet to send.
+    The client sends it to the server of each STATE that waits for it, so that the server holds an opaque chunk's state
+    in memory once, and not a second time in messages that it has yet to send.
     """
 
     sequence: Sequence
@@ -123,7 +122,7 @@ class ReadOn(Body):
 
 @body(Kind.SNAPSHOT_END)
 class SnapshotEnd(Body):
-    """The end of a snapshot from one server: all that it has of it was sent before.
+    """The end of a snapshot from one server, which has sent all of its part before.
 
     A server sends it to the reader.
     """
@@ -219,7 +218,7 @@ class Installed(Body):
 class Refused(Body):
     """A request of a client is refused, and nothing of it is done.
 
-    The coordinator or a server sends it to the client, in answer to any request that makes no sense to it. The
+    The coordinator or a server sends it to the client, in answer to any request that is invalid. The
     coordinator also does so in answer to an INSTALL when a process is dead.
     """
 
@@ -230,7 +229,7 @@ class Refused(Body):
 
 @body(Kind.INSTALL_PUT)
 class InstallPut(Decision):
-    """The order to make what clients have put the state.
+    """The order to install the states that clients have put.
 
     The coordinator of a parameter server by itself sends it to every server; a training job's
     coordinator does so with MEMBERS.

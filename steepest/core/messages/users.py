@@ -1,4 +1,4 @@
-"""The messages between the users of a parameter server and its coordinator, and all that may be sent there."""
+"""The messages between the users of a parameter server and its coordinator, and the table of all its messages."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -75,7 +75,7 @@ _OPEN: Sayings = {
     ("coordinator", "worker"): (PushCommitted, PushRefused),
     ("coordinator", "server"): (InstallPut,),
 }
-#: A user has one life, in no generation, and pushes a chunk once or not at all.
+#: A user has one life and no generation, and pushes a chunk once or not at all.
 _USERS_PUSH = limited(
     Push.SCHEMA,
     {"generation": ZERO, "incarnation": ZERO, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE},

@@ -60,10 +60,10 @@ class Channel(Protocol):
         """
 
     def own_pending(self, memory: Memory) -> None:
-        """Copy queued payloads that lie in this memory (flat, uint8), which may be changed then."""
+        """Copy queued payloads that lie in this memory (flat, uint8), which may change afterwards."""
 
     def drop_arriving(self, memory: Memory) -> None:
-        """Write to this memory (flat, uint8) no more: a payload half-way there is discarded.
+        """Stop writing to this memory (flat, uint8): a payload that is half-way there is discarded.
 
         Its message is delivered without a payload.
         """
@@ -94,12 +94,12 @@ class TransportEvent(NamedTuple):
 class Transport(Protocol):
     """All channels of one process, served by one thread."""
 
-    # the address of this host at which it listens, "" before it does; None in a simulation, where no sockets are
+    # the address of this host at which it listens, "" before it does; None in a simulation, which has no sockets
     listens_at: str | None
 
     @property
     def encrypts(self) -> bool:
-        """Whether what goes to other hosts is encrypted."""
+        """Whether bytes to other hosts are encrypted."""
 
     def poll(self, timeout: float) -> list[TransportEvent]:
         """Move bytes both ways.

@@ -1,4 +1,4 @@
-"""What the wire asks of an encryption of connections over TCP; `steepest.runtime.tls.connections` is one."""
+"""The protocol of an encryption of TCP connections; `steepest.runtime.tls.connections` implements it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EncryptedSocket(socket.socket):
     withheld = 0
 
     def advance(self) -> int:
-        """Do what is possible of the handshake, not blocking.
+        """Go on with the handshake as far as is possible without blocking.
 
         Returns:
             0 when it is done, or the selector's event to wait for.

@@ -24,10 +24,9 @@ PROTOCOL = 2
 HEADER = struct.Struct("<2sBBBiBiIIQqiddIQ")
 MAX_META = 4 << 20
 MAX_PAYLOAD = 1 << 36
-_FEW_META = 1 << 16  # bytes, of whatever they are
-_MOST_PARTS = (
-    1 << 19
-)  # lists and maps in the named values of a frame; a page of the log has half as many at most
+_FEW_META = 1 << 16  # bytes whose lists and maps need not be counted
+# lists and maps in the named values of a frame; a page of the log has half as many at most
+_MOST_PARTS = 1 << 19
 ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _READ_AHEAD = 1 << 16
@@ -99,7 +98,7 @@ def encode_meta(message: Message) -> bytes:
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
     """Return a message without named values and payload, and their sizes in bytes.
 
-    A lent one's with the bit `_LENT`.
+    The size of a lent payload has the bit `_LENT`.
 
     Raises:
         ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
@@ -150,8 +149,7 @@ def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def _counting() -> dict[str, Callable[[Any], Any]]:
-    """Return hooks for decoding that raise ValueError at too many lists and maps."""
-    # An empty one takes 64 times its byte.
+    """Return hooks for decoding that raise ValueError at too many lists and maps: an empty one takes 64 bytes."""
     numbers = itertools.count(1)
 
     def counted(value: Any) -> Any:
@@ -282,8 +280,10 @@ class FrameReader:
         return count == len(room)
 
     def _read_payload(self, payload: memoryview) -> bool:
-        """Receive bytes of the payload; return whether they filled the memory that was offered."""
-        # A payload that the sink does not want is received into the same scratch memory over and over.
+        """Receive bytes of the payload; return whether they filled the memory that was offered.
+
+        A payload that the sink discards is received into the same scratch memory again and again.
+        """
         left = self._payload_size - self._received
         if self._discard is not None:
             target = self._discard[: min(left, len(self._discard))]
@@ -342,8 +342,7 @@ class FrameReader:
             raise ProtocolError("a control frame that makes no sense")
 
     def _hold(self, message: Message, messages: list[Message]) -> None:
-        """Hold a message back behind one whose payload is missing."""
-        # Once that was sent again, release all held, in order.
+        """Hold a message back behind one whose payload is missing; release all in order once that was sent again."""
         if self._is_again:
             self._is_again = False
             self._held[0] = message

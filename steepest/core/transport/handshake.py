@@ -9,11 +9,10 @@ A proof is an HMAC-SHA256 of both nonces and of the hello or answer of the same 
 answer's size the acceptor may say that the proof is wrong, or that it needs the place for another
 connection. Until then no other byte of a connection is understood.
 
-Under TLS (`steepest.runtime.tls.connections`) all of this is said inside of the encrypted channel. Before it,
-the acceptor says in plain text that it speaks TLS, so that ends of which only one does so know at
-once; neither takes anything else for TLS because of what was said. The key of the proofs is then
-made of the token and of the TLS session, so that an end in the middle, which has two sessions, can
-pass no proof on.
+Under TLS (`steepest.runtime.tls.connections`) all of this is sent inside the encrypted channel. Before it,
+the acceptor says in plain text that it speaks TLS, so that two ends of which only one does so notice at
+once; neither end relies on that text for anything else. The key of the proofs is then made of the token
+and of the TLS session, so that an attacker in the middle, who has two sessions, can pass on no proof.
 """
 
 from __future__ import annotations
@@ -299,7 +298,7 @@ class Openings:
         return timeout
 
     def turn(self) -> None:
-        """Accept some connections, and close those that have not proven the token in time. Call it after each wait."""
+        """Accept some connections, and close those that have not proven the token in time; called after each wait."""
         self._shaken = 0
         ready, self._ready = self._ready, []
         for listener in ready:
@@ -366,9 +365,11 @@ class Openings:
         return None if sock.family == socket.AF_UNIX else self._tls
 
     def _turn_away(self, listener: socket.socket) -> bool:
-        """Free a descriptor, and return whether another connection may be accepted."""
-        # It is the descriptor of a connection that has proven nothing, or else the reserved one, with which the caller
-        # is told to try again.
+        """Free a descriptor, and return whether another connection may be accepted.
+
+        It is the descriptor of a connection that has proven nothing, or else the reserved one, which serves to tell
+        the caller to try again.
+        """
         if self._open:
             self._make_room()
             return True
@@ -422,9 +423,12 @@ class Openings:
             self._refuse(opening, f"handshake: {error}")
 
     def _receive(self, opening: _Opening) -> tuple[bytes, bytes] | None:
-        """Return the other end's nonce and hello when they are complete and proven; None until then."""
-        # ProtocolError: it is no steepest process of this version, or has closed the connection. AuthenticationError:
-        # its proof is wrong.
+        """Return the other end's nonce and hello when they are complete and proven; None until then.
+
+        Raises:
+            ProtocolError: it is no steepest process of this version, or has closed the connection.
+            AuthenticationError: its proof is wrong.
+        """
         data = opening.received
         wanted = _FIXED
         if len(data) >= _FIXED:
@@ -450,8 +454,7 @@ class Openings:
         return second, hello
 
     def _answer(self, opening: _Opening, second: bytes, hello: bytes) -> None:
-        """Send the roles of this process, and hand the caller over to the transport."""
-        # ProtocolError: it means other roles.
+        """Send this process' roles, and pass the socket to the transport; ProtocolError: other roles were meant."""
         peers, meant = _unpack_hello(hello)
         mine = _pack(self._peers)
         proof = _proof(bound(self._token, opening.sock), b"accept", second, opening.nonce, mine)

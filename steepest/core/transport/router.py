@@ -24,15 +24,15 @@ from steepest.core.transport.channel import Channel, Transport, TransportEvent, 
 from steepest.errors import ProtocolError, ShutdownError, SteepestError, describe_stack
 
 log = logging.getLogger(__name__)
-_LOCAL_SECONDS = 0.002  # of messages between roles of one process, before others are heard
+_LOCAL_SECONDS = 0.002  # of messages between roles of one process, before other processes' are read
 _LOST_PEERS = 1024
-_MOST_REASON = 2000  # characters of why a request is refused
-_LOOKS = 3  # at the state of a role that works meanwhile
+_MOST_REASON = 2000  # characters of the reason why a request is refused
+_LOOKS = 3  # attempts to read the state of a role that works meanwhile
 T = TypeVar("T")
 
 
 class Role(Protocol):
-    """A state machine: it is given messages, lost peers and the time, and sends through the router.
+    """A state machine: it receives messages, lost peers and the time, and sends through the router.
 
     Its methods are called on the router's thread, one at a time.
     """
@@ -45,9 +45,9 @@ class Role(Protocol):
             message: with its payload, if it has one and `destination` did not discard it.
 
         Raises:
-            Exception: the message makes no sense here: it is counted and dropped, and its client is told why. Other
-                errors than `ProtocolError` are logged with their traceback. From the coordinator and from roles of
-                this process no message is dropped: other errors end the router.
+            Exception: the message cannot be handled: it is counted and dropped, and a client is sent the reason. Other
+                errors than `ProtocolError` are logged with their traceback; if the message came from the coordinator
+                or from a role of this process, they end the router.
         """
 
     def destination(self, message: Message, size: int) -> Memory | None:
@@ -61,7 +61,7 @@ class Role(Protocol):
         """
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Take note that the channel to a peer has closed.
+        """Act on the loss of a peer, whose channel has closed.
 
         Args:
             peer: each role at the other end of the channel, in a call of its own.
@@ -69,13 +69,13 @@ class Role(Protocol):
         """
 
     def tick(self, now: float) -> None:
-        """Take note of the time: `now` is in seconds, monotonic."""
+        """Act on the passing of time; `now` is in seconds, monotonic."""
 
     def doing(self) -> Status:
         """Return what the role does or waits for, and for how long.
 
-        Called on any thread while the role works: it changes nothing, and may raise what comes of
-        that.
+        Called on any thread while the role works: it must change nothing, and may raise if it reads
+        a half-made change.
         """
 
 
@@ -83,7 +83,7 @@ class Role(Protocol):
 StartThread = Callable[[Callable[[], None], str], Thread]
 
 
-#: By a router's thread that waits while another one runs in its turn: what returns the identifier of that one.
+#: For a router's thread that waits while another thread runs in its turn: returns that thread's identifier.
 runs_in_turn: dict[int, Callable[[], int | None]] = {}
 
 
@@ -91,9 +91,8 @@ class Router:
     """The delivery of messages between the roles of this process and those of other processes.
 
     All of it happens on the thread that runs `run`, one thing at a time, so that roles need no
-    locks; other threads use `call`. A message of another process is checked before any role is
-    given it: whether its sender is at the other end of the channel, and whether `admission` allows
-    it.
+    locks; other threads use `call`. A message of another process is checked before it reaches a
+    role: whether its sender is at the other end of the channel, and whether `admission` allows it.
 
     Args:
         tick_seconds: seconds between two ticks of the roles while no messages come.
@@ -133,7 +132,7 @@ class Router:
         self.transport = transport
 
     def admit(self, admission: MessageCheck) -> None:
-        """Accept from other processes what this admission allows, and nothing else."""
+        """Accept from other processes only messages that this check allows."""
         self.admission = admission
 
     def host(self, peer: Peer, role: Role) -> None:
@@ -211,7 +210,7 @@ class Router:
         return send
 
     def destination(self, channel: Channel, message: Message, size: int) -> Memory | None:
-        """Return the memory for an arriving payload, as the role says that the message is for.
+        """Return the memory for an arriving payload, as the receiving role chooses it.
 
         This is the sink of the transport. The memory is overwritten before the message is
         delivered, so the sender is checked here already.
@@ -241,7 +240,7 @@ class Router:
             ) from error
 
     def own_pending(self, memory: Memory) -> None:
-        """Copy payloads in this memory (flat, uint8) that have not left yet; it may change then."""
+        """Copy payloads in this memory (flat, uint8) that have not left yet; the memory may change afterwards."""
         for channel in dict.fromkeys(self._channels.values()):
             if channel.pending:
                 channel.own_pending(memory)
@@ -250,7 +249,7 @@ class Router:
                 message.payload = clone(message.payload)
 
     def drop_arriving(self, memory: Memory) -> None:
-        """Have channels write to this memory (flat, uint8) no more, see `Channel.drop_arriving`."""
+        """Stop channels from writing to this memory (flat, uint8), see `Channel.drop_arriving`."""
         for channel in dict.fromkeys(self._channels.values()):
             channel.drop_arriving(memory)
 
@@ -276,9 +275,9 @@ class Router:
         self._later.append(function)
 
     def finish(self) -> None:
-        """Call what waits to be called when nothing is to be done, and send queued bytes.
+        """Call the functions given to `when_idle`, and send queued bytes.
 
-        For use before a long computation, in which other processes are to miss nothing.
+        For use before a long computation, so that no other process waits for them meanwhile.
         """
         while self._later:
             self._later.popleft()()
@@ -298,7 +297,7 @@ class Router:
     def turn(self, timeout: float) -> None:
         """Run queued calls, deliver messages, and wait up to `timeout` seconds for more of them.
 
-        After a call nothing is waited for: what came of it may be what a role in `wait` needs.
+        After a call it does not wait: the call's result may be what a role in `wait` needs.
         """
         timeout = 0.0 if self._run_calls() else timeout
         self._deliver_local()
@@ -322,10 +321,12 @@ class Router:
         self._deliver_local()
 
     def _deliver_local(self) -> None:
-        """Deliver the messages between roles of this process; after a while none to workers any more."""
-        # Where one process has all roles, a worker's step has messages sent that let it take the next one, as long as
-        # steps are granted: other processes have to be heard in between. What coordinator and servers have been sent is
-        # always delivered, so that they agree then.
+        """Deliver the messages between roles of this process; after a while leave those to workers.
+
+        If one process has all roles, each step of a worker leads to messages that let it take the next one, as long as
+        steps are granted: other processes' messages have to be read in between. Messages to coordinator and servers
+        are always delivered, so that these agree.
+        """
         if not self._local:
             return
         until = self._now() + _LOCAL_SECONDS
@@ -356,7 +357,7 @@ class Router:
             self._dispatch(message)
 
     def _check_source(self, channel: Channel, message: Message) -> None:
-        """Check that a channel's opening named a message's source, and it was not refused; ProtocolError otherwise."""
+        """Check that a message's source is at the other end of the channel, and accepted; ProtocolError otherwise."""
         source = message.source
         if source is None or source not in channel.peers:
             raise ProtocolError(f"{channel.name} sends as {source}")
@@ -426,7 +427,7 @@ class Router:
     def wait(self, timeout: float = math.inf) -> None:
         """Take one turn in the middle of a role's work, which needs more messages to go on.
 
-        That role is given messages meanwhile.
+        The role receives messages meanwhile.
 
         Args:
             timeout: in seconds; the turn ends after a tick in any case.
@@ -447,7 +448,7 @@ class Router:
             self.tick(now)
 
     def tick_within(self, seconds: float) -> None:
-        """Have at most so many seconds be between two ticks while no messages come."""
+        """Let at most `seconds` pass between two ticks while no messages come."""
         self._tick_seconds = min(self._tick_seconds, seconds)
 
     def tick(self, now: float) -> None:
@@ -456,7 +457,7 @@ class Router:
             role.tick(now)
 
     def start(self, name: str, start_thread: StartThread | None = None) -> None:
-        """Call `run` in a thread of that name, or as `start_thread` starts it; `finished` holds how that ended."""
+        """Call `run` in a thread of that name, started by `start_thread` if given; `finished` holds its outcome."""
 
         def body() -> None:
             self._ident = _thread.get_ident()  # that of the frames, in a simulation too
@@ -470,13 +471,13 @@ class Router:
         self._thread = (start_thread or system().start)(body, name)
 
     def where(self, *, whole: bool = False) -> str:
-        """Return the frames, all or those of users' code alone, in which the router's thread is; any thread may ask."""
+        """Return the stack of the router's thread, whole or only users' code, as text; any thread may call this."""
         ident = runs_in_turn.get(self._ident, lambda: None)() or self._ident
         frame = sys._current_frames().get(ident)
         return "" if frame is None else describe_stack(frame, whole=whole)
 
     def doing(self) -> list[tuple[Peer, Status]]:
-        """Return what each role does or waits for, see `Role.doing`; any thread may ask."""
+        """Return what each role does or waits for, see `Role.doing`; any thread may call this."""
         statuses = [(peer, _doing(role)) for peer, role in list(self._roles.items())]
         return [(peer, status) for peer, status in statuses if status.words]
 
@@ -539,9 +540,9 @@ class Router:
         return future
 
     def leave(self) -> None:
-        """Have every call raise ShutdownError; call it in a forked child, which has no connection.
+        """Make every call raise ShutdownError; used in a forked child, which has no connection.
 
-        The router's thread is in the process that the child was forked from, and locks may be held.
+        The router's thread exists only in the parent process, and locks may be held.
         """
         self._why = (
             "this process was forked from one that takes part in a job, and has none of its "
@@ -570,7 +571,7 @@ _routers: weakref.WeakSet[Router] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
-    """Leave the routers of this process to the one that it was forked from."""
+    """Leave the routers to the process that this one was forked from."""
     for router in list(_routers):
         router.leave()
 

@@ -153,7 +153,7 @@ class WireTransport:
 
     @property
     def encrypts(self) -> bool:
-        """Whether what goes to other hosts is encrypted."""
+        """Whether bytes to other hosts are encrypted."""
         return self._tls is not None
 
     @property
@@ -193,8 +193,8 @@ class WireTransport:
     def connect(self, address: Address, timeout: float = 10.0) -> WireChannel:
         """Connect to a listening process, over a Unix-domain socket when it is on the same node.
 
-        Where that socket cannot be reached (containers of one node with networks of their own), TCP
-        takes its place unless `ways` forces the socket, and nothing is lent. Blocks until the
+        If that socket cannot be reached (containers of one node with networks of their own), TCP
+        takes its place unless `ways` forces the socket, and no payload is lent. Blocks until the
         connection is open.
 
         Args:
@@ -308,9 +308,11 @@ class WireTransport:
         return events
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for sockets up to `timeout` seconds, and return those that are ready."""
-        # After many short waits, which small messages cause, poll for a while, yielding the processor, before sleeping:
-        # waking up would take longer.
+        """Wait for sockets up to `timeout` seconds, and return those that are ready.
+
+        After many short waits, which small messages cause, poll for a while, yielding the processor, before sleeping:
+        waking up would take longer.
+        """
         if not timeout:
             return self._selector.select(0)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What bounds the cost of callers that have proven nothing: their number, their time, descriptors, lines of the log."""
+"""Bounds for callers that have not proven the token: their number, their time, descriptors, lines of the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 MOST_OPENINGS = 48  # connections of one listening process that have proven nothing
-OPENING_SECONDS = 5.0  # within which each has to prove what it is to prove
+OPENING_SECONDS = 5.0  # within which each has to prove the token
 LOG_SECONDS = 60.0
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ROOT = 0
@@ -30,7 +30,7 @@ class Refusals:
 
     Args:
         clock: in seconds, monotonic.
-        what: was connected to, for the log, as " to ..."; empty for this process.
+        what: the end that was connected to, for the log, as " to ..."; empty for this process.
     """
 
     def __init__(self, clock: Callable[[], float], what: str = "") -> None:
@@ -62,7 +62,7 @@ class Refusals:
 
 
 class DescriptorReserve:
-    """A descriptor kept back, so that a listener can accept and send away a caller when there is no other left."""
+    """A descriptor kept in reserve, with which a listener can accept and turn away a caller when none is left."""
 
     def __init__(self) -> None:
         self._kept = -1
@@ -80,7 +80,7 @@ class DescriptorReserve:
             self._kept = -1
 
     def spend(self, send_away: Callable[[], None]) -> bool:
-        """Call a function with one descriptor to use; return False if there is none. An OSError of it is dropped."""
+        """Call a function with one descriptor to use, and ignore its OSError; return False if there is none."""
         self.fill()
         if self._kept < 0:
             return False
@@ -103,7 +103,7 @@ def one_of_a_crowd(origins: Mapping[T, str]) -> T:
 
 
 def origin_of(sock: socket.socket, address: object) -> tuple[str, bool]:
-    """Return a connection's origin, a user of the host or an address, and whether that is another user of the host.
+    """Return a connection's origin, a user of the host or an address, and whether it is a foreign user of the host.
 
     IPv6 addresses of one network of 64 bits are one origin.
     """

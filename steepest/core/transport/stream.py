@@ -202,8 +202,7 @@ class WireChannel:
         return payload
 
     def _send_again(self, slot: int) -> None:
-        """Send the bytes of the payload lent in a slot, which the other end could not map."""
-        # ProtocolError: none is lent there.
+        """Send the bytes of the payload lent in a slot, which the peer could not map; ProtocolError: none is there."""
         if self._lender is None:
             raise ProtocolError("a payload is wanted again of an end that lends none")
         header, payload = self._lender.take_back(slot)
@@ -231,7 +230,7 @@ class WireChannel:
         )
 
     def own_pending(self, memory: Memory) -> None:
-        """Copy queued bytes that lie in this memory; it may change then."""
+        """Copy queued bytes that lie in this memory, which may change afterwards."""
         begin = address_of(memory)
         end = begin + memory.nbytes
         for index, (data, address) in enumerate(self._queue):
@@ -247,7 +246,7 @@ class WireChannel:
         self.release()
 
     def drop_arriving(self, memory: Memory) -> None:
-        """Write to this memory no more: a payload half-way there is discarded."""
+        """Stop writing to this memory: a payload that is half-way there is discarded."""
         self._reader.drop(memory)
 
     def close(self) -> None:
