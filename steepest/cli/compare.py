@@ -23,13 +23,13 @@ _DEFAULT = "ps,allreduce,local,async,ssp"
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "run a script with a training loop of its own under each of several strategies in turn, for a bounded time, "
         "with the same seed; write what each has come to on one page, and say which one to take. "
         "The page needs pip install 'steepest[page]'"
     )
     in_short = "run a script under several strategies, and say which one to take"
-    parser = script_parser(commands, "compare", in_short, about)
+    parser = script_parser(commands, "compare", in_short, description)
     parser.add_argument(
         "--strategies",
         default=_DEFAULT,
@@ -92,10 +92,10 @@ def run(options: argparse.Namespace) -> int:
     best, advice = recommend(outcomes)
     sys.stdout.write(f"{advice}\n")
     title = script.name
-    about = f"{options.workers} workers, seed {options.seed}, up to {options.minutes:g} minutes of training for each"
+    subtitle = f"{options.workers} workers, seed {options.seed}, up to {options.minutes:g} minutes of training for each"
     makers: dict[str, Callable[[], bytes]] = {
         ".html": lambda: document(
-            told(title, about, trials, __version__), charts, "comparison"
+            told(title, subtitle, trials, __version__), charts, "comparison"
         ).encode(),
         ".csv": lambda: csv_of(trials).encode(),
         ".png": lambda: picture_of(title, trials),

@@ -43,8 +43,8 @@ def add_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser
 ) -> None:
     """Add the command; `whole`: the parser of all commands, which the script completes."""
-    about = "print a script for tab completion, whose first lines say where to put it"
-    parser = commands.add_parser("completion", help=about, description=about)
+    description = "print a script for tab completion, whose first lines say where to put it"
+    parser = commands.add_parser("completion", help=description, description=description)
     parser.add_argument("shell", choices=SHELLS, help="whose completion it is")
 
     def run(_: argparse.Namespace) -> int:

@@ -53,8 +53,14 @@ class ResultRow:
 
 
 def load_digits() -> tuple[Arrays, Arrays]:
-    """Return scikit-learn's 1,797 digits of 8 x 8 pixels: 1,437 to train, 360 to test."""
-    # ConfigurationError without it. ((1437, 1, 8, 8) float64, (1437,) int64) and the same of the test data.
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels: 1,437 to train, 360 to test.
+
+    Returns:
+        ((1437, 1, 8, 8) float64, (1437,) int64), and the same of the test data.
+
+    Raises:
+        ConfigurationError: scikit-learn is not installed.
+    """
     try:
         from sklearn import datasets
     except ImportError:
@@ -100,10 +106,12 @@ def annealing(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
 
 
 def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, Strategy]:
-    """Return the model and the strategy of one row of the table."""
-    # The synchronous strategies share one optimizer. Where each worker's gradient is an update, some gradients are many
-    # updates old when they arrive: gradients are clipped, so that none does much harm, and the learning rate rises and
-    # falls, so that the first and last ones do least.
+    """Return the model and the strategy of one row of the table.
+
+    The synchronous strategies share one optimizer. If each worker's gradient is an update, some gradients are many
+    updates old when they arrive: gradients are clipped, so that none does much harm, and the learning rate rises and
+    falls, so that the first and last ones do least.
+    """
     strategy = as_strategy(name)
     if name == "local":
         return model_creator(train, local_optimizer), strategy
@@ -119,8 +127,13 @@ def model_creator(
     sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer,
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
 ) -> ModelCreator:
-    """Return a function that makes a replica's model: the network with its loss, data and metrics."""
-    # sgd: makes the optimizer of a module; schedule: of its learning rate, if any.
+    """Return a function that makes a replica's model: the network with its loss, data and metrics.
+
+    Args:
+        train: images, labels.
+        sgd: makes the optimizer of a module.
+        schedule: makes the schedule of an optimizer's learning rate; None for none.
+    """
 
     def create(worker_index: int, device_index: int) -> Model:
         metrics = {"accuracy": accuracy}
@@ -138,8 +151,10 @@ def model_creator(
 
 
 def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
-    """Return plain PyTorch's weights by name after `steps` batches of `WORKERS * BATCH` images."""
-    # `train`: images, labels. Every synchronous strategy must equal them.
+    """Return plain PyTorch's weights by name after `steps` batches of `WORKERS * BATCH` images (`train`: with labels).
+
+    Every synchronous strategy must equal them.
+    """
     seed_everything(SEED)
     module = network()
     sgd = optimizer(module)

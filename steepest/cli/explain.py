@@ -10,11 +10,13 @@ from steepest.observe.timeline.explain import explain
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "say of a timeline where a step's time goes, who waits for whom, what a slow worker costs, "
         "and what would help"
     )
-    parser = commands.add_parser("explain", help="say where a step's time goes", description=about)
+    parser = commands.add_parser(
+        "explain", help="say where a step's time goes", description=description
+    )
     parser.add_argument(
         "trace",
         metavar="TRACE",

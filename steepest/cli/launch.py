@@ -22,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     launch = commands.add_parser("launch", help="run a program in some place")
     places = launch.add_subparsers(dest="place", required=True)
     for name, place in PLACES.items():
-        about = (place.__doc__ or "").strip().splitlines()[0]
-        place.add_arguments(places.add_parser(name, help=about, description=about))
+        description = (place.__doc__ or "").strip().splitlines()[0]
+        place.add_arguments(places.add_parser(name, help=description, description=description))
     launch.set_defaults(call=run)
 
 

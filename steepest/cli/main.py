@@ -78,23 +78,23 @@ def _demo(options: argparse.Namespace) -> int:
 def _command(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    found: argparse.ArgumentParser = commands.choices[name]
-    return found
+    command: argparse.ArgumentParser = commands.choices[name]
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = make_parser()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    takes_arguments = bool(given) and given[0] in TAKE_SCRIPTS
-    end = given.index("--") if takes_arguments and "--" in given else len(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    takes_arguments = bool(words) and words[0] in TAKE_SCRIPTS
+    end = words.index("--") if takes_arguments and "--" in words else len(words)
     try:
-        words = given[:end]
-        if words[:1] == ["run"]:
-            words = ["run", *with_file(_command(parser, "run"), words[1:])]
-        chosen = parser.parse_args(words)
+        command = words[:end]
+        if command[:1] == ["run"]:
+            command = ["run", *with_file(_command(parser, "run"), command[1:])]
+        chosen = parser.parse_args(command)
         if takes_arguments:
-            chosen.arguments = given[end + 1 :]
+            chosen.arguments = words[end + 1 :]
         status: int = chosen.call(chosen)
         return status
     except SteepestError as error:

@@ -19,12 +19,12 @@ _WORKERS = "1,2,4,8,16,32,64"
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "measure a script's model in this process, and predict how long a step would take with other numbers of "
         "workers, under each strategy, on links of a given speed; nothing is started"
     )
     in_short = "predict what more workers would bring a script"
-    parser = script_parser(commands, "plan", in_short, about)
+    parser = script_parser(commands, "plan", in_short, description)
     parser.add_argument(
         "--workers",
         default=_WORKERS,
@@ -85,9 +85,9 @@ def run(options: argparse.Namespace) -> int:
     seconds_of(options.latency)
     names = None if options.strategies is None else strategy_names(options.strategies)
     for name in ("servers", "devices", "batches"):
-        if (given := getattr(options, name)) is not None and given < 1:
-            raise ConfigurationError(f"--{name} {given}: give a number from 1 on")
-    outputs = {kind: Path(given) for kind in ("csv", "png") if (given := getattr(options, kind))}
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigurationError(f"--{name} {value}: give a number from 1 on")
+    outputs = {kind: Path(value) for kind in ("csv", "png") if (value := getattr(options, kind))}
     for kind, path in outputs.items():
         if path.suffix.lower() != f".{kind}":
             raise ConfigurationError(f"--{kind} {path}: give a name that ends with .{kind}")

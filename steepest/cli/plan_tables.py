@@ -61,16 +61,16 @@ def run(options: argparse.Namespace) -> int:
     from steepest.planning.quantities import bytes_of
     from steepest.planning.table_plan import of_samples, plan_tables
 
-    given = Path(options.script)
-    if is_sample(given):
-        parts = samples_in(given, _described(options))
-        found = of_samples(parts, None, options.samples, bytes_of(options.memory))
+    source = Path(options.script)
+    if is_sample(source):
+        parts = samples_in(source, _described(options))
+        plan = of_samples(parts, None, options.samples, bytes_of(options.memory))
     else:
         script = script_of(options)
         if options.json != "-":
             sys.stdout.write(f"counting the ids of {script.path} on this process\n")
             sys.stdout.flush()
-        found = plan_tables(
+        plan = plan_tables(
             script,
             samples=options.samples,
             memory=options.memory,
@@ -78,12 +78,12 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     if options.json == "-":
-        sys.stdout.write(found.as_json())
+        sys.stdout.write(plan.as_json())
         return 0
-    sys.stdout.write(as_text(found.table()) + "\n" + as_text(found.hit_table()) + "\n")
-    sys.stdout.write("".join(f"{line}\n" for line in found.advice()))
+    sys.stdout.write(as_text(plan.table()) + "\n" + as_text(plan.hit_table()) + "\n")
+    sys.stdout.write("".join(f"{line}\n" for line in plan.advice()))
     if path is not None:
-        write_whole(path, found.as_json().encode())
+        write_whole(path, plan.as_json().encode())
         sys.stdout.write(f"{path}\n")
     return 0
 

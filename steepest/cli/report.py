@@ -13,12 +13,12 @@ from steepest.observe.page.run_files import read_run
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "write the page of a run as one HTML file, which works offline: curves, workers, changes of the job, "
         "processes; needs pip install 'steepest[page]'"
     )
     parser = commands.add_parser(
-        "report", help="write the page of a run as one file", description=about
+        "report", help="write the page of a run as one file", description=description
     )
     parser.add_argument(
         "run", metavar="RUN", help="a directory or URL of Checkpoints, or a file history.jsonl"

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "run a script with a training loop of its own on many workers, on this machine or on the Ray cluster that "
         "RAY_ADDRESS names"
     )
-    parser = script_parser(commands, "run", "run a script on many workers", about)
+    parser = script_parser(commands, "run", "run a script on many workers", description)
     parser.add_argument(
         "--workers",
         default="1",

@@ -15,13 +15,13 @@ def script_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     in_short: str,
-    about: str,
+    description: str,
 ) -> argparse.ArgumentParser:
     """Add a command that takes a script, and arguments of the script's own behind ``--``; return its parser."""
     parser = commands.add_parser(
         name,
         help=in_short,
-        description=about,
+        description=description,
         usage=f"steepest {name} [-m] SCRIPT [options] [-- arguments of the script]",
     )
     parser.add_argument("script", help="a program that calls steepest.prepare()")

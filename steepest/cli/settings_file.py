@@ -21,21 +21,21 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_file(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
+def with_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command with those of its file, if they name one, before them.
 
     Args:
         parser: of the command.
-        given: the arguments behind the command's name.
+        arguments: those behind the command's name.
 
     Raises:
         ConfigurationError: the file cannot be read, is no mapping, or has what is no option.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    file = finder.parse_known_args(given)[0].config
+    file = finder.parse_known_args(arguments)[0].config
     if file is None:
-        return list(given)
+        return list(arguments)
     options = {
         option.removeprefix("--"): action
         for action in parser._actions
@@ -50,7 +50,7 @@ def with_file(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str
                 f"{file} has {name!r}, which is no option of {parser.prog}: give some of {', '.join(sorted(options))}"
             )
         words += _words(f"--config {file}: {name}", action, value)
-    return [*words, *given]
+    return [*words, *arguments]
 
 
 def _read(file: str) -> Mapping[Any, Any]:

@@ -12,7 +12,7 @@ from steepest.config.run import is_dumb_terminal
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "run a script with a training loop of its own as one process, on several workers, with a worker killed, "
         "stopped and "
         "resumed; compare each step, and say what differs first, and why. All of it runs on processes of this "
@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "without Ray. The exit status is 0 if nothing differs that should not, and 1 otherwise"
     )
     in_short = "proof that distribution and deaths change nothing in a script"
-    parser = script_parser(commands, "verify", in_short, about)
+    parser = script_parser(commands, "verify", in_short, description)
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="of each run; default: 20"
     )

@@ -30,12 +30,12 @@ _NO_TOKEN = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    about = (
+    description = (
         "show the page of a run while it goes on: that of a live job with sgd.page() or RunConfig(page=True), or one "
         "that is made of the run's files; needs pip install 'steepest[page]'"
     )
     parser = commands.add_parser(
-        "watch", help="show the page of a run while it goes on", description=about
+        "watch", help="show the page of a run while it goes on", description=description
     )
     parser.add_argument(
         "run",
@@ -74,15 +74,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _address_of(text: str) -> str | None:
     """Return the whole address of a page that a user names; None for what is no address."""
-    if (found := _ADDRESS.fullmatch(text)) is None or Path(text).exists():
+    if (match := _ADDRESS.fullmatch(text)) is None or Path(text).exists():
         return None
-    host, port, token = found.groups()
+    host, port, token = match.groups()
     if token is not None:
         return f"http://{host}:{port}/#token={token}"
-    for about in kept_addresses():
-        parts = urlsplit(about["url"])
+    for page in kept_addresses():
+        parts = urlsplit(page["url"])
         if parts.port == int(port) and host in (parts.hostname, "localhost"):
-            return str(about["url"])
+            return str(page["url"])
     raise ConfigurationError(_NO_TOKEN.format(text))
 
 
@@ -91,7 +91,7 @@ def _live(run: str) -> str | None:
     if not (path := Path(run)).exists():
         return None
     folder = str((path if path.is_dir() else path.parent).resolve())
-    return next((str(about["url"]) for about in kept_addresses() if about["run"] == folder), None)
+    return next((str(page["url"]) for page in kept_addresses() if page["run"] == folder), None)
 
 
 def _require_answer(url: str) -> None:

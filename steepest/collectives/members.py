@@ -58,7 +58,7 @@ class ReceiveWork:
     ) -> None:
         self._member, self._source, self._nbytes, self._what = member, source, nbytes, what
         self.memory = memory
-        self.found: torch.Tensor | None = None
+        self.payload: torch.Tensor | None = None
         self._sent = ""  # what has come, in words
 
     def receive(self, payload: torch.Tensor, what: str) -> None:
@@ -70,7 +70,7 @@ class ReceiveWork:
             and self.memory.numel() == payload.numel()
         ):
             payload = self.memory.copy_(payload)
-        self.found = payload
+        self.payload = payload
 
     def wait(self) -> None:
         """Return when the message is here; raises as `bytes`."""
@@ -81,16 +81,16 @@ class ReceiveWork:
 
         others: see `Collective`.
         """
-        self._member.until(lambda: self.found is not None, "a message", self._source)
-        assert self.found is not None
+        self._member.until(lambda: self.payload is not None, "a message", self._source)
+        assert self.payload is not None
         check_message(self._source, self._sent, self._member.rank, self._what)
-        if self.found.numel() != self._nbytes:
+        if self.payload.numel() != self._nbytes:
             raise ConfigurationError(
-                f"member {self._source} sent {self.found.numel()} bytes where member "
+                f"member {self._source} sent {self.payload.numel()} bytes where member "
                 f"{self._member.rank} awaits {self._nbytes}: both must give tensors of one shape "
                 "and dtype, and call the same operations"
             )
-        return self.found
+        return self.payload
 
 
 class _SendWork:

@@ -85,10 +85,10 @@ def install(collective: Collective | str) -> None:
 
 def current() -> Collective:
     """Return the current collective; ConfigurationError: there is none; says why."""
-    found = _current.get()
-    if isinstance(found, str):
-        raise ConfigurationError(found)
-    return found
+    collective = _current.get()
+    if isinstance(collective, str):
+        raise ConfigurationError(collective)
+    return collective
 
 
 def rank() -> int:

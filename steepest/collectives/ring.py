@@ -78,9 +78,9 @@ def _around(tensor: torch.Tensor, collective: Collective, op: str, wire: _Wire) 
     """Return the reduced tensors, whose pieces go around the ring twice: to be reduced, then to all members."""
     size, rank = collective.size, collective.rank
     left, right = (rank - 1) % size, (rank + 1) % size
-    given = tensor.detach().contiguous().view(-1)
-    result = torch.empty_like(given)
-    own, whole = _cut(given, size), _cut(result, size)
+    flat = tensor.detach().contiguous().view(-1)
+    result = torch.empty_like(flat)
+    own, whole = _cut(flat, size), _cut(result, size)
     way = [
         (hop, piece)
         for hop in range(1, 2 * size - 1)
@@ -113,7 +113,7 @@ def _around(tensor: torch.Tensor, collective: Collective, op: str, wire: _Wire) 
         while len(sent) > kept:
             sent.popleft().wait()
     if size == 1:
-        result.copy_(given)
+        result.copy_(flat)
     for work in sent:
         work.wait()
     return result.view(tensor.shape)

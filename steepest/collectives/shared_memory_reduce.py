@@ -22,18 +22,19 @@ _STAGE, _TOTALS = 0, 1  # numbers of a member's memory, see `MemberCollective.le
 def shared_allreduce(
     tensor: torch.Tensor, members: MemberCollective, op: str = "sum"
 ) -> torch.Tensor:
-    """Return all members' tensors reduced in the order of ranks; arguments and errors: see `ring_allreduce`."""
-    # Memory that is lent is used again by the next operation, without a message that says that it was read: what a
-    # member stages has been read when it has the others' totals, its own totals have been when the others stage the
-    # next operation's. Memory of results that are no longer held is used again, too: fresh pages may take several times
-    # as long.
+    """Return all members' tensors reduced in the order of ranks; for arguments and errors see `ring_allreduce`.
+
+    Lent memory is used again by the next operation, without a message that it was read: a member's staged part has been
+    read when it has the others' totals, and its own totals when the others stage the next operation's. Memory of
+    results that are no longer held is also used again: fresh pages may take several times as long.
+    """
     check_reduction(tensor, op)
-    given = tensor.detach().contiguous().view(-1)
-    if members.size == 1 or not len(given):
-        return given.clone().view(tensor.shape)
+    flat = tensor.detach().contiguous().view(-1)
+    if members.size == 1 or not len(flat):
+        return flat.clone().view(tensor.shape)
     try:
         with members.within(f"all_reduce(op={op!r})", tensor):
-            return _Operation(given, members, op).run().view(tensor.shape)
+            return _Operation(flat, members, op).run().view(tensor.shape)
     except BaseException:
         members.drop_lending_buffers()  # another member may go on reading there
         raise
@@ -42,18 +43,18 @@ def shared_allreduce(
 class _Operation:
     """One all-reduce; tensors are flat, and a piece is the same part of every member's slice."""
 
-    def __init__(self, given: torch.Tensor, members: MemberCollective, op: str) -> None:
+    def __init__(self, flat: torch.Tensor, members: MemberCollective, op: str) -> None:
         size, rank = members.size, members.rank
-        self._given, self._members, self._op = given, members, op
-        self._result = members.result(given.nbytes).view(given.dtype)
+        self._given, self._members, self._op = flat, members, op
+        self._result = members.result(flat.nbytes).view(flat.dtype)
         self._others = [(rank + distance) % size for distance in range(1, size)]
-        self._shares = [even_share(len(given), member, size) for member in range(size)]
-        self._step = PIECE_BYTES // given.element_size()
+        self._shares = [even_share(len(flat), member, size) for member in range(size)]
+        self._step = PIECE_BYTES // flat.element_size()
         self._pieces = -(-self._shares[0][1] // self._step)  # no slice is larger than the first
         begin, end = self._shares[rank]
-        itemsize = given.element_size()
-        self._stage = members.lending_buffer(_STAGE, given.nbytes).view(given.dtype)
-        self._totals = members.lending_buffer(_TOTALS, (end - begin) * itemsize).view(given.dtype)
+        itemsize = flat.element_size()
+        self._stage = members.lending_buffer(_STAGE, flat.nbytes).view(flat.dtype)
+        self._totals = members.lending_buffer(_TOTALS, (end - begin) * itemsize).view(flat.dtype)
         self._staged: dict[int, deque[ReceiveWork]] = {other: deque() for other in self._others}
         self._reduced: dict[int, deque[ReceiveWork]] = {other: deque() for other in self._others}
 

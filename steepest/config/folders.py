@@ -24,8 +24,8 @@ def private_folder(base: Path, name: str, what: str) -> Path:
     folder = base / f"{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigurationError(
             f"{folder} is not a directory of this user's that others cannot read: remove it, since {what} are there"
         )

@@ -108,29 +108,31 @@ class Access:
             router.attach(transport.connect(other, max(deadline - time.monotonic(), 0.001)))
 
     def _mend(self, router: Router, pusher: Pusher, search: Search, seconds: float) -> bool:
-        """Look for the servers' successors, connect to them, go on with a user's requests."""
-        # Return whether that is done. Otherwise it is to be tried again, as long as a caller waits.
+        """Look for the servers' successors, connect to them, and go on with a user's requests.
+
+        Return whether that is done. Otherwise try again, as long as a caller waits.
+        """
         if not self.servers.names_successors:
             pusher.fail(f"{pusher.broken}; a forked child cannot ask Ray for its successor")
             return False
         try:
-            found = search.look(seconds)
+            succession = search.look(seconds)
         except PeerLostError as error:
             pusher.fail(str(error))
             return False
-        if found is None:
+        if succession is None:
             return False
         before, index = pusher.index, secrets.randbelow(1 << 31)
         router.clear()
         self.group.rehost_user(pusher, router, index)
         try:
-            self._open(router, pusher, found.addresses, time.monotonic() + _CONNECT_SECONDS)
+            self._open(router, pusher, succession.addresses, time.monotonic() + _CONNECT_SECONDS)
         except (PeerLostError, DeadlineError, ProtocolError):  # another server has died meanwhile
             pusher.use(before, router.sender(self.group.user_peers(before)[0]))
             time.sleep(min(seconds, _PAUSE_SECONDS))
             return False
-        search.done(found)
-        pusher.resume(found.committed, before)
+        search.done(succession)
+        pusher.resume(succession.committed, before)
         return True
 
 

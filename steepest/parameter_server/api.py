@@ -320,7 +320,7 @@ class ParameterServer:
         snapshot: SharedState = self._run_again(
             lambda connection: connection.client.read("state"), "the state"
         )
-        records = [[chunk, about, value] for chunk, about, value in snapshot.records]
+        records = [[chunk, description, value] for chunk, description, value in snapshot.records]
         arrays = snapshot.named(self._arrays.layout)
         return {
             "version": snapshot.version,
@@ -361,7 +361,8 @@ class ParameterServer:
         weights = layout.allocate()
         layout.write(weights, state["arrays"])
         records: list[Record] = [
-            (int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]
+            (int(chunk), dict(description), value)
+            for chunk, description, value in state["optimizer"]
         ]
         slices = {
             (c.index, layout.entries[s.entry].name, s.start, s.stop)
@@ -369,7 +370,8 @@ class ParameterServer:
             for s in c.slices
         }
         theirs = {
-            (chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records
+            (chunk, description["name"], description["start"], description["stop"])
+            for chunk, description, _ in records
         }
         if not theirs <= slices or (records and rule == "add"):
             raise ConfigurationError(
@@ -456,8 +458,12 @@ class ParameterServer:
         }
 
     def _connection(self) -> Connection:
-        """Return this process' connection, made now if there is none or it is closed."""
-        # ShutdownError: this handle is shut down; PeerLostError, DeadlineError: see `Access.connect`.
+        """Return this process' connection, made now if there is none or it is closed.
+
+        Raises:
+            ShutdownError: this handle is shut down.
+            PeerLostError, DeadlineError: see `Access.connect`.
+        """
         if self._shut_down:
             raise ShutdownError("this parameter server is shut down: make another one")
         return open_connections.to(self._access)
@@ -560,9 +566,13 @@ def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimize
 
 
 def _get(calls: list[Call], timeout: float, what: str) -> list[Any]:
-    """Return the results of calls of servers within `timeout` seconds, failures as errors of this library."""
-    # DeadlineError: not all calls returned in time; PeerLostError: a server died, or failed by an error that is none of
-    # this library's; SteepestError: that a server raised.
+    """Return the results of calls of servers within `timeout` seconds.
+
+    Raises:
+        DeadlineError: not all calls returned in time.
+        PeerLostError: a server died, or raised an error that is not this library's.
+        SteepestError: that a server raised.
+    """
     try:
         return runtime().get(calls, timeout)
     except LateError:

@@ -109,7 +109,7 @@ class Arrays:
                     else "a dict: give a dict with some or all of its names"
                 )
             )
-        found = {}
+        memory = {}
         for name, array in named.items():
             if name not in self.layout.index:
                 known = ", ".join(repr(entry.name) for entry in reversed(self.layout.entries[-8:]))
@@ -127,15 +127,15 @@ class Arrays:
                     f"{what}: {called(name)} is {element.name}, not {entry.element.name}: convert "
                     "it, so that no precision is lost or gained unseen"
                 )
-            found[name] = _flat_bytes(array)
-        return found
+            memory[name] = _flat_bytes(array)
+        return memory
 
-    def payload(self, chunk: Chunk, given: Mapping[str, Bytes]) -> tuple[Bytes | None, list[int]]:
+    def payload(self, chunk: Chunk, memory: Mapping[str, Bytes]) -> tuple[Bytes | None, list[int]]:
         """Return one chunk of an update, and the entries of the layout in it that the update lacks.
 
         Args:
             chunk: of the layout.
-            given: memory (flat, uint8) of the update's arrays by name.
+            memory: flat bytes (uint8) of the update's arrays by name.
 
         Returns:
             The chunk's bytes: a view where it lies in one array, gathered otherwise, with zeros for
@@ -145,20 +145,20 @@ class Arrays:
         absent = [
             piece.entry
             for piece, name in zip(chunk.slices, names, strict=True)
-            if name not in given
+            if name not in memory
         ]
         if len(absent) == len(names):
             return None, absent
         size = chunk.element.itemsize
         if len(names) == 1:
             piece = chunk.slices[0]
-            return given[names[0]][piece.start * size : piece.stop * size], []
+            return memory[names[0]][piece.start * size : piece.stop * size], []
         gathered = np.zeros(chunk.nbytes, dtype=np.uint8)
         at = 0
         for piece, name in zip(chunk.slices, names, strict=True):
             end = at + (piece.stop - piece.start) * size
-            if name in given:
-                gathered[at:end] = given[name][piece.start * size : piece.stop * size]
+            if name in memory:
+                gathered[at:end] = memory[name][piece.start * size : piece.stop * size]
             at = end
         return gathered, absent
 

@@ -281,8 +281,10 @@ class Connection:
         self._turn_once(min(remaining, _TURN_SECONDS), future)
 
     def _turn_once(self, seconds: float, future: Future[Any] | None = None) -> None:
-        """Run the router once, or wait while another thread does."""
-        # This takes at most `seconds`, and ends early when something happens or `future` is done.
+        """Run the router once, or wait while another thread does.
+
+        This takes at most `seconds`, and ends early when something happens or `future` is done.
+        """
         try:
             if self._acquire(seconds, future) and not self._closed:
                 if self._reach.usable():
@@ -305,8 +307,7 @@ class Connection:
             self._client = None
 
     def _acquire(self, timeout: float, future: Future[Any] | None = None) -> bool:
-        """Make this the thread that runs the router."""
-        # False if another does for `timeout` seconds, or the future is done.
+        """Become the thread that runs the router; False if another is for `timeout` seconds, or `future` is done."""
         with self._changed:
             done = future is not None and future.done()
             if self._turner is not None and timeout and not done:

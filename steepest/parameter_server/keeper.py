@@ -112,10 +112,10 @@ class ServerKeeper:
         alive = [index for index, decisions in enumerate(heard) if decisions is not None]
         lost = ", ".join(f"server {i}" for i in range(len(servers)) if i not in alive)
         known = runtime().put([heard[index] for index in alive])
-        found = _get([call(servers[index], "survive", known) for index in alive])
+        survivors = _get([call(servers[index], "survive", known) for index in alive])
         from steepest.runtime.survivors import assemble  # imports torch
 
-        states = {index: state for index, (state, _) in zip(alive, found, strict=True)}
+        states = {index: state for index, (state, _) in zip(alive, survivors, strict=True)}
         whole = assemble(len(group.holders), states) if states else None
         if whole is None or whole.holders is None:
             failure = f"{lost} died together, and no copy is left of some chunks"
@@ -128,11 +128,11 @@ class ServerKeeper:
         )
         moves = []
         for index, server in enumerate(servers):
-            given = []
+            gifts = []
             if index not in alive or not states[index].chunks:  # its optimizer raised
                 mine = [c for c, holders in enumerate(group.holders) if index in holders]
                 sources = [whole.holders[chunk][0] for chunk in mine]
-                given = [
+                gifts = [
                     call(
                         servers[source],
                         "give",
@@ -140,10 +140,10 @@ class ServerKeeper:
                     )
                     for source in sorted(set(sources))
                 ]
-            moves.append(call(server, "take_over", *given))
+            moves.append(call(server, "take_over", *gifts))
         _get(moves)
         _get([call(server, "connect", addresses[:1], _CALL_SECONDS) for server in servers[1:]])
-        committed = {push: version for _, own in found for push, version in own.items()}
+        committed = {push: version for _, own in survivors for push, version in own.items()}
         return Succession(self._number, tuple(addresses), committed), lost
 
 

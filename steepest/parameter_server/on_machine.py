@@ -78,8 +78,8 @@ class _Board:
             return None
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            found = file.read()
-            before: _Written = opened(Parcel(found, (), b"")) if found else _Written()
+            data = file.read()
+            before: _Written = opened(Parcel(data, (), b"")) if data else _Written()
             after = how(before)
             if after != before:
                 file.seek(0)
@@ -247,15 +247,15 @@ class _BoardSearch:
         written = self._servers.read()
         if written is None or written.ended:
             raise PeerLostError(f"{self._name}: it was shut down or died")
-        found = written.succession
-        if found is None or found.number <= self._number:
+        succession = written.succession
+        if succession is None or succession.number <= self._number:
             time.sleep(min(seconds, _PAUSE_SECONDS))
             return None
-        if found.failure:
-            raise PeerLostError(f"{self._name}: {found.failure}")
-        return found
+        if succession.failure:
+            raise PeerLostError(f"{self._name}: {succession.failure}")
+        return succession
 
-    def done(self, found: Succession) -> None:
+    def done(self, succession: Succession) -> None:
         """Note that the connection has taken part in a succession."""
-        self._number = found.number
-        learn(self._token, found)
+        self._number = succession.number
+        learn(self._token, succession)

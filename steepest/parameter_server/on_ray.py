@@ -130,7 +130,7 @@ class RaySearch:
         for server in self._servers:
             if server not in waiting:
                 self._asked[runtime().call(server, "succession", self._number)] = server
-        found, dead = None, None
+        newest, dead = None, None
         for call in runtime().wait(list(self._asked), seconds, 1):
             del self._asked[call]
             try:
@@ -140,15 +140,15 @@ class RaySearch:
             except ProcessDiedError as error:
                 dead = error
                 continue
-            if answer is not None and (found is None or answer.number > found.number):
-                found = answer
-        if dead is not None and found is None and self._all_dead():
+            if answer is not None and (newest is None or answer.number > newest.number):
+                newest = answer
+        if dead is not None and newest is None and self._all_dead():
             raise PeerLostError(f"{self._name}: it was shut down or died ({dead})")
-        if found is None:
+        if newest is None:
             time.sleep(min(seconds, _PAUSE_SECONDS))
-        elif found.failure:
-            raise PeerLostError(f"{self._name}: {found.failure}")
-        return found
+        elif newest.failure:
+            raise PeerLostError(f"{self._name}: {newest.failure}")
+        return newest
 
     def _all_dead(self) -> bool:
         """Return whether no server's actor lives, or is being started again."""
@@ -163,7 +163,7 @@ class RaySearch:
             return False
         return True
 
-    def done(self, found: Succession) -> None:
+    def done(self, succession: Succession) -> None:
         """Note that the connection has taken part in a succession."""
-        self._number = found.number
-        learn(self._token, found)
+        self._number = succession.number
+        learn(self._token, succession)

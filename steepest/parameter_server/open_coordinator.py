@@ -119,27 +119,27 @@ class OpenCoordinator(Coordinator):
 
     def _known(self) -> Outgoing:
         """Return the answers about versions that another server knows now."""
-        found: Outgoing = []
+        answers: Outgoing = []
         while self._answers and self._answers[0][0] <= self.state.logged:
-            found.append(self._answers.popleft()[1:])
-        return found
+            answers.append(self._answers.popleft()[1:])
+        return answers
 
     def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Fail: no message tells a user of a dropped push, so the rule must drop none."""
         raise AssertionError(f"the rule of an open group dropped {pushes}")
 
     def _refuse(
-        self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]
+        self, pushes: tuple[Staged, ...], reason: str, details: Mapping[str, Any]
     ) -> Outgoing:
         """Have servers discard pushes, and send each user why: NaN or infinity, or servers that are of no version."""
         assert reason in ("nonfinite", "optimizer"), reason
         self._staging.take(pushes)
         out = self._discard([push.id for push in pushes])
         for push in pushes:
-            refused = PushRefused(push.sequence, about.get("culprits", ()))
+            refused = PushRefused(push.sequence, details.get("culprits", ()))
             if reason == "optimizer":
-                raised = f"{about['peer']}: its optimizer raised: {about['error']}"
-                described = {name: about[name] for name in ("error", "traceback", "kind")}
+                raised = f"{details['peer']}: its optimizer raised: {details['error']}"
+                described = {name: details[name] for name in ("error", "traceback", "kind")}
                 refused = replace(refused, raised=raised, **described)
             out.append((worker_peer(push.worker), refused.pack()))
         return out

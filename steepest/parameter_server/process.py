@@ -143,8 +143,8 @@ class ServerProcess(ProcessActor):
     @on_router
     def succession(self, after: int) -> Succession | None:
         """Return the newest succession if its number is above `after`."""
-        found = self._succession
-        return found if found is not None and found.number > after else None
+        newest = self._succession
+        return newest if newest is not None and newest.number > after else None
 
 
 def _log_end(finished: Future[None]) -> None:

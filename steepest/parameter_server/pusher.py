@@ -338,13 +338,13 @@ class Pusher:
 
     def doing(self) -> Status:
         """Return which requests are not answered, see `Role.doing`."""
-        found = []
+        waits = []
         for sequence, request in list(self._requests.items()):
             servers = {self._holders[chunk][0] for chunk in request.chunks} | request.servers
             of = [*([] if request.confirmed else [COORDINATOR]), *map(server_peer, sorted(servers))]
             what = f"push {sequence}" if sequence < _READS else f"pull {sequence - _READS}"
-            found.append(f"waits for {listed(of)} to answer {what}")
-        return Status(listed(found))
+            waits.append(f"waits for {listed(of)} to answer {what}")
+        return Status(listed(waits))
 
 
 def _running() -> Future[int]:

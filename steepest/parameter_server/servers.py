@@ -24,7 +24,7 @@ class Search(Protocol):
             PeerLostError: there will be none: the servers were shut down, or too many have died.
         """
 
-    def done(self, found: Succession) -> None:
+    def done(self, succession: Succession) -> None:
         """Note that the connection has taken part in a succession."""
 
 

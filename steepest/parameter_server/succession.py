@@ -25,8 +25,8 @@ _newest: dict[bytes, Succession] = {}
 
 def newest(token: bytes, addresses: Sequence[Address]) -> tuple[Address, ...]:
     """Return the addresses of servers as this process knows them; `addresses` are the first ones."""
-    found = _newest.get(token)
-    return tuple(addresses) if found is None else found.addresses
+    succession = _newest.get(token)
+    return tuple(addresses) if succession is None else succession.addresses
 
 
 def number_of(token: bytes) -> int:
@@ -35,7 +35,7 @@ def number_of(token: bytes) -> int:
     return 0 if known is None else known.number
 
 
-def learn(token: bytes, found: Succession) -> None:
+def learn(token: bytes, succession: Succession) -> None:
     """Note a succession."""
-    if number_of(token) < found.number:
-        _newest[token] = found
+    if number_of(token) < succession.number:
+        _newest[token] = succession

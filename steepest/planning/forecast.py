@@ -99,10 +99,10 @@ class Forecast:
 
     def table(self) -> list[list[str]]:
         """Return the rows of a table, of which the first has the names of its columns."""
-        found = [list(_HEAD)]
+        rows = [list(_HEAD)]
         for row in self.rows:
             sent = row.sent / (row.samples_per_second * row.seconds)
-            found.append(
+            rows.append(
                 [
                     row.strategy,
                     f"{row.workers:,}",
@@ -116,7 +116,7 @@ class Forecast:
                     f"{sent / 1000:,.1f} kB",
                 ]
             )
-        return found
+        return rows
 
     def advice(self) -> list[str]:
         """Return sentences: from how many workers on each strategy pays, and which is the fastest of how many."""

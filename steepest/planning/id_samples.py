@@ -69,10 +69,10 @@ class IdCounter:
             self._fold()
 
     def _fold(self) -> None:
-        found, inverse = np.unique(np.concatenate(self._ids), return_inverse=True)
-        counts = np.zeros((len(found), 2), np.int64)
+        ids, inverse = np.unique(np.concatenate(self._ids), return_inverse=True)
+        counts = np.zeros((len(ids), 2), np.int64)
         np.add.at(counts, inverse, np.concatenate(self._counts))
-        self._ids, self._counts, self._waiting = [found], [counts], 0
+        self._ids, self._counts, self._waiting = [ids], [counts], 0
 
     def sample(self, table: Table) -> IdSample:
         """Return what was counted."""
@@ -113,8 +113,8 @@ def samples_in(path: Path, describe: Mapping[str, Any]) -> list[IdSample]:
     try:
         with open_file(path) as file:
             if path.suffix == ".npz":
-                with np.load(file, allow_pickle=False) as found:
-                    arrays = {name: found[name] for name in found.files}
+                with np.load(file, allow_pickle=False) as archive:
+                    arrays = {name: archive[name] for name in archive.files}
             elif path.suffix == ".npy":
                 arrays = {path.stem: np.load(file, allow_pickle=False)}
             else:

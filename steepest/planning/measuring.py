@@ -149,8 +149,8 @@ def sample_ids(
     finally:
         job.end()
     model, (rows,) = job.model, counting
-    found = [rows.counters[table.name].sample(table) for table in model.tables]  # type: ignore[attr-defined]
-    return found, len(passes) * model.batch_size, model.data.size
+    samples = [rows.counters[table.name].sample(table) for table in model.tables]  # type: ignore[attr-defined]
+    return samples, len(passes) * model.batch_size, model.data.size
 
 
 class _MeasuredPass:
@@ -171,12 +171,12 @@ def _medians(
     total: float,
 ) -> dict[str, float]:
     """Return by trained parameter the median of its share of the pass, times what the pass takes."""
-    found = {}
+    medians = {}
     for index, entry in enumerate(layout.entries):
         if entry.trainable:
             shares = [of(row).get(index, missing) / max(row.seconds, 1e-9) for row in rows]
-            found[entry.name] = min(statistics.median(shares) * total, total)
-    return found
+            medians[entry.name] = min(statistics.median(shares) * total, total)
+    return medians
 
 
 def _variation(seconds: list[float]) -> float:
@@ -239,12 +239,12 @@ class _MeasuredJob:
                 row.ready[entry] = now() - began
                 ready(entry, weight, present, chunk)
 
-            found = compute(batch, readied, metrics, arriving)
+            computed = compute(batch, readied, metrics, arriving)
             row.seconds = now() - began
             row.processor = time.process_time() - processor
             row.on_thread = time.thread_time() - on_thread
             rows.append(row)
-            return found
+            return computed
 
         vars(model)["compute_gradients"] = timed
 
@@ -382,13 +382,13 @@ def _usual(act: Callable[[], object], repeats: int = _REPEATS) -> float:
     """Return the median processor time of this thread for a call, when caches hold other things, as after a pass."""
     elsewhere = torch.zeros(_ELSEWHERE)
     act()
-    found = []
+    times = []
     for _ in range(repeats):
         elsewhere.add_(1.0)
         began = time.thread_time()
         act()
-        found.append(time.thread_time() - began)
-    return statistics.median(found)
+        times.append(time.thread_time() - began)
+    return statistics.median(times)
 
 
 def measure_codec(codec: Codec) -> CodecCosts:
@@ -410,12 +410,12 @@ def measure_codec(codec: Codec) -> CodecCosts:
 
     def pack() -> list[torch.Tensor]:
         compressor.begin()
-        found = [
+        packed = [
             compressor.pack(chunk.index, gradient.view(torch.uint8), 1.0, 1.0, frozenset())
             for chunk, gradient in zip(chunks, gradients, strict=True)
         ]
         compressor.commit()
-        return found
+        return packed
 
     pack()
     packed = pack()  # what the first has left out is added to the second

@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
     refused: list[tuple[str, str]] = []
     for name, strategy in chosen.items():
         try:
-            found = _rows(
+            predicted = _rows(
                 profile,
                 strategy,
                 counts,
@@ -100,7 +100,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
                 apart=servers_apart,
                 devices=devices_per_worker,
             )
-            rows += [replace(row, strategy=name) for row in found]
+            rows += [replace(row, strategy=name) for row in predicted]
         except ConfigurationError as error:
             refused.append((name, f"not predicted: {error}"))
     return Forecast(profile, links, tuple(rows), tuple(refused), devices_per_worker)
@@ -126,17 +126,17 @@ def _rows(
 def for_slow_links(profile: Profile) -> dict[str, Strategy]:
     """Return settings of local SGD that ask less and less of a link, by a name that says how."""
     whole = LocalStrategy(sync_every=_EVERY)
-    found: dict[str, Strategy] = {f"local {_EVERY}": whole}
+    strategies: dict[str, Strategy] = {f"local {_EVERY}": whole}
     layout = profile.layout(whole.cut)
     name, parts = f"local {_EVERY}", whole
     if sum(entry.trainable for entry in layout.entries) >= 2 * _FRAGMENTS:
         delay = 0 if profile.own_loop else _DELAY
         name = f"local {_EVERY}/{_FRAGMENTS}" + (f" delay {delay}" if delay else "")
-        found[name] = parts = replace(whole, fragments=_FRAGMENTS, delay=delay)
+        strategies[name] = parts = replace(whole, fragments=_FRAGMENTS, delay=delay)
     # compressed both ways, by servers: without them each worker would send its changes to each other one
     packed = replace(parts, compression="int4", weights_compression="int4", num_servers=1)
-    found[f"{name} int4"] = packed
-    return found
+    strategies[f"{name} int4"] = packed
+    return strategies
 
 
 def _named(
@@ -147,16 +147,16 @@ def _named(
         return {name: as_strategy(strategy) for name, strategy in strategies.items()}
     if isinstance(strategies, str | Strategy):
         strategies = [strategies]
-    found: dict[str, Strategy] = {}
+    by_name: dict[str, Strategy] = {}
     for each in strategies:
         strategy = as_strategy(each)
         name, number = strategy.name, 2
-        while name in found and found[name] != strategy:
+        while name in by_name and by_name[name] != strategy:
             name, number = f"{strategy.name} {number}", number + 1
-        found[name] = strategy
-    if not found:
+        by_name[name] = strategy
+    if not by_name:
         raise ConfigurationError("strategies=[]: give at least one, such as 'ps'")
-    return found
+    return by_name
 
 
 def creator_of(function: Callable[..., Any], seed: int) -> Any:

@@ -33,8 +33,8 @@ def bandwidth_of(value: str | float) -> float:
         (3125000000.0, 1000000000.0, 1500000.0)
     """
     if isinstance(value, str):
-        found = _BITS | _BYTES
-        return _amount("bandwidth", value, found, "25Gbit, 100Mbit or 3GB/s", case=True)
+        units = _BITS | _BYTES
+        return _amount("bandwidth", value, units, "25Gbit, 100Mbit or 3GB/s", case=True)
     return _above_zero("bandwidth", value) / 8
 
 
@@ -70,22 +70,22 @@ def bytes_of(value: str | float) -> float:
         (16000000000.0, 2000000000.0)
     """
     if isinstance(value, str):
-        found = {f"{prefix}b": factor for prefix, factor in _FACTORS.items()} | _FACTORS
-        return _amount("memory", value, found, "16GB or 500MB")
+        units = {f"{prefix}b": factor for prefix, factor in _FACTORS.items()} | _FACTORS
+        return _amount("memory", value, units, "16GB or 500MB")
     return _above_zero("memory", value)
 
 
 def numbers_of(name: str, text: str) -> list[int]:
     """Return the counts in a text such as "1,2,4", ascending and each once; ConfigurationError: it has none."""
     try:
-        found = sorted({int(each) for each in text.split(",") if each.strip()})
+        numbers = sorted({int(each) for each in text.split(",") if each.strip()})
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
+        numbers = []
+    if not numbers or numbers[0] < 1:
         raise ConfigurationError(
             f"{name} {text}: give numbers from 1 on with commas between them, such as 1,2,4,8"
         )
-    return found
+    return numbers
 
 
 def size_in_words(nbytes: float) -> str:
@@ -126,8 +126,8 @@ def _amount(
     # "b/s" would be bits to some and bytes to others
     known = unit.lower() if not (case and unit.endswith("b/s")) else "?"
     if match is None or known not in units:
-        given = (
+        reason = (
             f"the unit {unit!r} is not known" if match and unit else "it has no number with a unit"
         )
-        raise ConfigurationError(f"{name} {text!r:.40}: {given}; give one such as {examples}")
+        raise ConfigurationError(f"{name} {text!r:.40}: {reason}; give one such as {examples}")
     return _above_zero(name, float(match[1]), zero=zero) * units[known]

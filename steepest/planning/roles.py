@@ -448,11 +448,11 @@ def _by_time(
     layout: ParameterLayout, times: Mapping[str, float], choose: Callable[..., float]
 ) -> list[tuple[float, int]]:
     """Return (seconds, chunk) of all trained chunks, by time, given seconds by parameter."""
-    found = []
+    by_time = []
     for index in layout.trainable_chunks:
         names = [layout.entries[piece.entry].name for piece in layout.chunks[index].slices]
-        found.append((choose(times.get(name, 0.0) for name in names), index))
-    return sorted(found)
+        by_time.append((choose(times.get(name, 0.0) for name in names), index))
+    return sorted(by_time)
 
 
 def _held_back(

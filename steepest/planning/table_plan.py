@@ -138,7 +138,7 @@ class TablePlan:
         disk, snapshots = (
             sum(getattr(each, n) for each in self.tables) for n in ("disk", "snapshots")
         )
-        found = [
+        sentences = [
             f"All rows in memory take {size_in_words(total)}: {_counted(self.servers, 'server')} with "
             f"{size_in_words(self.memory)} for rows.",
             f"With nine look-ups in ten found in memory, and the others on disk, {size_in_words(tier)}: "
@@ -151,11 +151,11 @@ class TablePlan:
             + ".",
         ]
         if self.times > 1:
-            found.append(
+            sentences.append(
                 f"The data are {self.times:.3g} times the sample: rows are an estimate, between a bound from below "
                 "(Chao1) and Heaps' law; a sample twice as large narrows it."
             )
-        return found
+        return sentences
 
     def as_json(self) -> str:
         """Return everything as JSON, in bytes and numbers of rows."""
@@ -225,14 +225,14 @@ def plan_tables(
         >>> found.tables[0].rows.likely
         50
     """
-    given = bytes_of(memory)
+    bytes_for_rows = bytes_of(memory)
     require_count("batches", batches)
     if isinstance(source, Mapping):
         merged(source)
         parts = [sample_of(table, ids) for table, ids in source.items()]
-        return of_samples(parts, None, samples, given)
+        return of_samples(parts, None, samples, bytes_for_rows)
     parts, seen, whole = sample_ids(creator_of(source, seed), batches=batches, seed=seed)
-    return of_samples(parts, seen, whole if samples is None else samples, given)
+    return of_samples(parts, seen, whole if samples is None else samples, bytes_for_rows)
 
 
 def of_samples(

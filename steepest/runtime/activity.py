@@ -210,9 +210,9 @@ class _JobReport:
             if (place := self._places.get(actor)) is not None:
                 name = f"{name} on {place.host} (pid {place.pid})"
             if call not in done:
-                about = self._about(actor, near.get(actor), before.get(actor))
+                details = self._about(actor, near.get(actor), before.get(actor))
                 self._mute.append(
-                    f"{name} does not answer within {_ANSWER_SECONDS:g} s{''.join(about)}"
+                    f"{name} does not answer within {_ANSWER_SECONDS:g} s{''.join(details)}"
                 )
                 continue
             try:

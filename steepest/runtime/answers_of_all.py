@@ -24,12 +24,12 @@ def ask_all(
         peer: runtime().call(actor, method, *arguments(peer)) for peer, actor in actors.items()
     }
     done = runtime().wait(calls.values(), _ANSWER_SECONDS)
-    found = {}
+    answers = {}
     for peer, call in calls.items():
         if call in done:
             try:
-                found[peer] = call.get(_ANSWER_SECONDS / 2)
+                answers[peer] = call.get(_ANSWER_SECONDS / 2)
             except (ProcessDiedError, CallError):
                 continue
     drop_calls(call for call in calls.values() if call not in done)
-    return found
+    return answers

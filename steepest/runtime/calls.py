@@ -72,8 +72,8 @@ def who_raised(error: CallRaisedError, calls: Mapping[Any, str]) -> str:
     if calls:
         runtime().wait(calls, ALIKE_SECONDS)
     words = _words_of(error)
-    found = [name for call, name in calls.items() if _words_of(end_of(call)[1]) == words]
-    return listed(found, _NAMED) or "a process"
+    names = [name for call, name in calls.items() if _words_of(end_of(call)[1]) == words]
+    return listed(names, _NAMED) or "a process"
 
 
 def _words_of(error: CallError | None) -> str:
@@ -126,10 +126,10 @@ def raise_remote(error: CallRaisedError, who: str, what: str) -> NoReturn:
 
 def unimportable(words: str) -> str:
     """Return what to do when workers lack a module that the driver has; "" for another error, or no such module."""
-    found = re.search(r"^ModuleNotFoundError: No module named '((\w+)[\w.]*)'$", words)
-    if found is None:
+    match = re.search(r"^ModuleNotFoundError: No module named '((\w+)[\w.]*)'$", words)
+    if match is None:
         return ""
-    name, package = found.groups()
+    name, package = match.groups()
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else [*(spec.submodule_search_locations or ())]
     if spec is not None and spec.origin is not None and spec.has_location and not places:
@@ -247,16 +247,16 @@ def _parts(part: _PickledPart) -> Iterator[_PickledPart]:
 
 def _variables(function: types.FunctionType) -> Iterator[_PickledPart]:
     """Yield the variables that a function takes from outside, and the defaults of its arguments."""
-    code, found = function.__code__, list[tuple[str, Any]]()
+    code, variables = function.__code__, list[tuple[str, Any]]()
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it has no value yet
-            found.append((free, cell.cell_contents))
+            variables.append((free, cell.cell_contents))
     known = function.__globals__
-    found += [(name, known[name]) for name in _globals_in(code) if name in known]
+    variables += [(name, known[name]) for name in _globals_in(code) if name in known]
     defaults = function.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    found += [*zip(named, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
-    for name, value in found:
+    variables += [*zip(named, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+    for name, value in variables:
         yield _PickledPart(value, name, function.__name__, name, type(value).__name__)
 
 

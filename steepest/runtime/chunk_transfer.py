@@ -54,28 +54,32 @@ class RetainedChunks:
     def _state(self, index: int) -> ChunkState:
         held = self._chunks[index]
         records = []
-        for about, value in held.state():
-            fields = state_fields(about, value)
+        for description, value in held.state():
+            fields = state_fields(description, value)
             payload = fields.pop("payload")
             records.append(
                 (fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy())
             )
         return ChunkState(held.weights.cpu().numpy(), records)
 
-    def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
+    def hand_over(self, servers: Iterable[Server], states: Mapping[int, ChunkState]) -> None:
         """Give servers of the same layout their chunks.
 
-        Chunks come from `given`; those that are not there are kept here, and are copied or stay
-        where they are. What is kept of a given one is of an attempt that failed half-way.
+        Chunks come from `states`; those that are not there are kept here, and are copied or stay
+        where they are. A chunk that is kept here although it is in `states` is of an attempt that
+        failed half-way.
 
         Args:
             servers: the next ones.
-            given: chunks of other processes.
+            states: of chunks of other processes.
         """
         for server in servers:
             for index, held in server.chunks.items():
-                if (new := given.get(index)) is not None:
-                    records = [(about, _tensor(about, payload)) for about, payload in new.records]
+                if (new := states.get(index)) is not None:
+                    records = [
+                        (description, _tensor(description, payload))
+                        for description, payload in new.records
+                    ]
                     fill(held.weights, new.weights)
                 else:
                     own = self._chunks[index]
@@ -83,10 +87,10 @@ class RetainedChunks:
                     if own.weights.data_ptr() != held.weights.data_ptr():
                         held.weights.copy_(own.weights)
                 held.clear_state()
-                for about, value in records:
-                    held.load_state(about, value)
+                for description, value in records:
+                    held.load_state(description, value)
                 held.end_state()
 
 
-def _tensor(about: dict[str, Any], payload: Bytes) -> torch.Tensor:
-    return state_tensor(about, torch.from_numpy(payload.copy()) if payload.size else None)
+def _tensor(description: dict[str, Any], payload: Bytes) -> torch.Tensor:
+    return state_tensor(description, torch.from_numpy(payload.copy()) if payload.size else None)

@@ -177,8 +177,8 @@ class Cluster(JobContext):
     ) -> list[list[str] | None]:
         """Return hashes of samples of some workers' data, see `steepest.core.data.fingerprint.sample_hashes`."""
         calls = [runtime().call(workers[i], "sample_hashes", length, numbers) for i in of]
-        found: list[list[str] | None] = self.get(calls, "read samples", map(worker_peer, of))
-        return found
+        hashes: list[list[str] | None] = self.get(calls, "read samples", map(worker_peer, of))
+        return hashes
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
         """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
@@ -332,7 +332,7 @@ class Cluster(JobContext):
         started = self.start_servers(config, num_workers, len(servers))
         fresh = {**added, **started}
         try:
-            found = self.get(
+            fresh_places = self.get(
                 [runtime().call(actor, "place") for actor in fresh.values()], "start", fresh
             )
         except BaseException:
@@ -343,7 +343,10 @@ class Cluster(JobContext):
         self.disconnect()
         cut = replace(config.cut, unfrozen=wanted.unfrozen)
         self.begun_to_train |= wanted.unfrozen
-        actors, places = {**workers, **servers, **started}, dict(zip(fresh, found, strict=True))
+        actors, places = (
+            {**workers, **servers, **started},
+            dict(zip(fresh, fresh_places, strict=True)),
+        )
         known = {member.actor: member for member in members.values()}
         self._leaving += [one for actor, one in known.items() if actor not in actors.values()]
         staying = {peer for peer, actor in actors.items() if actor in known}
@@ -375,8 +378,8 @@ class Cluster(JobContext):
         }
         who = [*map(str, releases), *self.names(holders)]
         calls = [*releases.values(), *keep_on]
-        found = self.get(calls, "let go of its roles", who, after_step=True)
-        layout, spec = found[list(releases).index(worker_peer(0))]
+        fresh_places = self.get(calls, "let go of its roles", who, after_step=True)
+        layout, spec = fresh_places[list(releases).index(worker_peer(0))]
         description = replace(self.job.description, layout=layout, optimizer_spec=spec)
         self.router = Router()
         self._take_up(config, description, held, fresh=False, unfrozen=wanted.unfrozen)

@@ -138,8 +138,8 @@ class JobContext:
         if peer.role != "worker" or job.leases_samples:
             return why
         samples = self.samples_of(self.step * job.shares + peer.index)
-        found = f"step {self.step + 1}, the first without a result, has for it {samples}"
-        return f"{why}; {found}" if samples else why
+        share = f"step {self.step + 1}, the first without a result, has for it {samples}"
+        return f"{why}; {share}" if samples else why
 
     def silence(self, actor: Any) -> float:
         """Return for how many seconds a process had given no sign of life when last looked at."""

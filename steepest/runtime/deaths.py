@@ -56,8 +56,8 @@ class Deaths:
         unsure = [watch for watch in watches.values() if watch not in self._known]
         ended = runtime().wait(unsure, 0)
         dead = {*ended, *self._known}
-        found = {peer: self.cause(peer) for peer, watch in watches.items() if watch in dead}
-        return {peer: cause for peer, cause in found.items() if cause is not None}
+        causes = {peer: self.cause(peer) for peer, watch in watches.items() if watch in dead}
+        return {peer: cause for peer, cause in causes.items() if cause is not None}
 
     def traceback(self, peer: Peer) -> str:
         """Return the traceback of the error that ended a process' router; empty if none did."""

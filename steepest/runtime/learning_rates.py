@@ -46,10 +46,10 @@ class LearningRates:
             return known
         self._schedule = self._schedule or Schedule(self._spec)
         hyper = self._spec.hyperparameters(self._schedule.at(updates))
-        self._known[updates] = found = tuple(group.get("lr", math.nan) for group in hyper)
+        self._known[updates] = rates = tuple(group.get("lr", math.nan) for group in hyper)
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
-        return found
+        return rates
 
     def want(self, rate: float | Sequence[float] | None) -> None:
         """Take the rates of the steps to come, see `DistributedSGD.set_learning_rate`; `settle` follows."""

@@ -26,8 +26,8 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
         ConfigurationError: it has written to a trained parameter, or set a model's batch size or
             data.
     """
-    # Of memory that another process lends, the operating system says what was written.
     own = [v for v in replicas.vectors if v.device.type != "cpu" or not replicas.borrows]
+    # the operating system reports writes to memory that another process lends
     before = [vector.clone() for vector in own]
     try:
         yield
@@ -50,8 +50,7 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
 
 
 def _require_settings(function: str, replicas: Replicas) -> None:
-    """Check that a user's function left the models the job's batch size and data, and give them these again."""
-    # ConfigurationError says what the function has set.
+    """Restore the job's batch size and data of models after a user's function; ConfigurationError if it set others."""
     for model, (batch_size, data) in zip(replicas.models, replicas.settings, strict=True):
         if (now := model.batch_size) != batch_size:
             model.batch_size = batch_size

@@ -51,14 +51,14 @@ class Request:
         try:
             if self.given_up:
                 raise GivenUp
-            found = self.function()
+            result = self.function()
         except (Exception, GivenUp) as error:  # noqa: BLE001 - raised on the thread that has asked
             self.fail(error)
         except BaseException as error:
             self.fail(error)
             raise
         else:
-            self.future.set_result(found)  # of no effect where the job has ended meanwhile
+            self.future.set_result(result)  # of no effect where the job has ended meanwhile
         finally:
             self.function = lambda: None  # which may hold what the caller wants to be collected
 
@@ -145,12 +145,12 @@ class Owner:
             return function()
         request = self.submit(function, moment, when)
         try:
-            found: T = request.future.result()
+            result: T = request.future.result()
         except BaseException:
             request.given_up = True
             self.wake()
             raise
-        return found
+        return result
 
     def wake(self) -> None:
         """End the owner's present wait, so that it looks again; any thread may call it."""

@@ -472,9 +472,9 @@ class ProcessActor:
         return self._retained.give(chunks)
 
     @on_router
-    def take_over(self, *given: Mapping[int, ChunkState]) -> None:
+    def take_over(self, *chunk_states: Mapping[int, ChunkState]) -> None:
         """Give this process' servers chunks that others held; they keep those that they held before `release`."""
-        parts = {chunk: state for part in given for chunk, state in part.items()}
+        parts = {chunk: state for part in chunk_states for chunk, state in part.items()}
         self._retained.hand_over(self._servers, parts)
 
     @on_router

@@ -50,7 +50,7 @@ def ray_folders(others: Sequence[str] = _OTHERS) -> RayFolders:
     Raises:
         ConfigurationError: none of these does.
     """
-    named = next((found for name in _DIRECTORIES if (found := environment_variable(name))), _USUAL)
+    named = next((value for name in _DIRECTORIES if (value := environment_variable(name))), _USUAL)
     does = _is_short(f"{named}/ray") and _is_writable(Path(named))
     if does and _has_token():
         return RayFolders()

@@ -54,10 +54,10 @@ def draining_nodes() -> dict[str, float]:
 
 def free_by_node() -> dict[str, dict[str, float]]:
     """Return what is free on each node of the cluster, by the node's id and Ray's names."""
-    found: dict[str, dict[str, float]] = _look_up(
+    free: dict[str, dict[str, float]] = _look_up(
         "ray._private.state", "state.available_resources_per_node"
     )()
-    return found
+    return free
 
 
 def wished_node(node: str) -> dict[str, str]:
@@ -134,12 +134,12 @@ def _agent_start(own: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """Return what makes the first arguments of a command of Ray's, which a program precedes in the agent's."""
 
     def start(component: str, *arguments: Any, **settings: Any) -> list[str]:
-        found = own(component, *arguments, **settings)
+        command = own(component, *arguments, **settings)
         usual = [sys.executable, "-u"]  # no memory profiler
         return (
             [sys.executable, _beside("no_agent.py")]
-            if (component, found) == (_AGENT, usual)
-            else found
+            if (component, command) == (_AGENT, usual)
+            else command
         )
 
     return start
@@ -169,12 +169,12 @@ def printed_lines() -> PrintedLines | None:
     try:
         dispatcher = _look_up("ray._private.worker", "global_worker_stdstream_dispatcher")
         with dispatcher._lock:
-            found = dict(dispatcher.handlers).get(_PRINTS)
-            if found is None or isinstance(found, PrintedLines):
-                return found
-            arrived = PrintedLines(found)
+            present = dict(dispatcher.handlers).get(_PRINTS)
+            if present is None or isinstance(present, PrintedLines):
+                return present
+            arrived = PrintedLines(present)
             dispatcher.handlers = [
-                (name, arrived if handler is found else handler)
+                (name, arrived if handler is present else handler)
                 for name, handler in dispatcher.handlers
             ]
             return arrived

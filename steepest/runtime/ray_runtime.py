@@ -239,8 +239,8 @@ class RayRuntime(OwnProcess):
         affinity = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         task = ray.remote(num_cpus=0, max_retries=0)(places.last_lines)
         ref = task.options(scheduling_strategy=affinity).remote(logs)
-        found: list[str] = RayCall(ref).get(_LOG_SECONDS)
-        return found
+        lines: list[str] = RayCall(ref).get(_LOG_SECONDS)
+        return lines
 
     # -- nodes and room ------------------------------------------------------------------------------
 
@@ -315,9 +315,9 @@ class RayRuntime(OwnProcess):
         """Return the bundles of the placement groups that there are."""
         return [
             bundle
-            for name, about in placement_group_table().items()
-            if name not in without and about["state"] == "CREATED"
-            for bundle in about["bundles"].values()
+            for name, group in placement_group_table().items()
+            if name not in without and group["state"] == "CREATED"
+            for bundle in group["bundles"].values()
         ]
 
 

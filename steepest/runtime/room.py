@@ -94,10 +94,10 @@ def packed(
     workers: int, bundle: Mapping[str, float], without: Collection[str] = ()
 ) -> list[str] | None:
     """Return a node for each worker, on few nodes; None if they do not all fit now."""
-    fits, found = _fits(bundle, without), list[str]()
+    fits, nodes = _fits(bundle, without), list[str]()
     for node in sorted(fits, key=fits.__getitem__, reverse=True):
-        found += [node] * min(fits[node], workers - len(found))
-    return found if len(found) == workers else None
+        nodes += [node] * min(fits[node], workers - len(nodes))
+    return nodes if len(nodes) == workers else None
 
 
 def summary(resources: Mapping[str, float]) -> str:

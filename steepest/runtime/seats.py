@@ -83,9 +83,9 @@ class Placement:
     @property
     def failing(self) -> set[str]:
         """Ids of nodes that are left out: distrusted, or with two such seats; empty if no other would remain."""
-        found = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
-        living = {*runtime().nodes()} if found else set()
-        return found if living > found else set()
+        failing = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
+        living = {*runtime().nodes()} if failing else set()
+        return failing if living > failing else set()
 
     def surplus(self, workers: int) -> list[int]:
         """Return the seats that are not needed: those that were left, and free ones.

@@ -55,11 +55,11 @@ def state_of(servers: Sequence[Server]) -> Survivor:
     )
 
 
-def assemble(chunks: int, found: Mapping[T, Survivor]) -> SharedState | None:
+def assemble(chunks: int, parts: Mapping[T, Survivor]) -> SharedState | None:
     """Return one state from those of processes at the newest version; None if one of so many chunks is lost."""
-    newest = max(found.values(), key=lambda part: part.position)
+    newest = max(parts.values(), key=lambda part: part.position)
     whole = {
-        process: part.chunks for process, part in found.items() if part.position == newest.position
+        process: part.chunks for process, part in parts.items() if part.position == newest.position
     }
     holders = {
         chunk: [process for process, held in whole.items() if chunk in held]

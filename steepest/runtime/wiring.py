@@ -108,10 +108,10 @@ def carry(context: JobContext, before: Holdings, after: Holdings) -> None:
                 giver = min(before[chunk], key=lambda each: burden[each])
                 burden[giver] += 1
                 gifts.setdefault((giver, process), []).append(chunk)
-    given: dict[Any, list[Any]] = {
+    gifts_of: dict[Any, list[Any]] = {
         process: [] for processes in after.values() for process in processes
     }
     for (giver, process), chunks in gifts.items():
-        given[process].append(runtime().call(giver, "give", chunks))
-    taking = [runtime().call(process, "take_over", *gifts) for process, gifts in given.items()]
-    context.get(taking, "take over what others held", context.names(given))
+        gifts_of[process].append(runtime().call(giver, "give", chunks))
+    taking = [runtime().call(process, "take_over", *gifts) for process, gifts in gifts_of.items()]
+    context.get(taking, "take over what others held", context.names(gifts_of))

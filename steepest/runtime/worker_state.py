@@ -44,14 +44,17 @@ def worker_state(replicas: Replicas, step: int, ledger: Sequence[int] | None = N
 
 
 def buffers_of(
-    workers: Sequence[WorkerState], installed: dict[str, torch.Tensor], about: Description
+    workers: Sequence[WorkerState], installed: dict[str, torch.Tensor], description: Description
 ) -> tuple[dict[int, Tensors], Tensors]:
-    """Return the buffers of all replicas by index, in the order of workers, and what stands for all of them."""
-    # installed: parameters by name, which replicas have that have not changed them.
+    """Return the buffers of all replicas by index, in the order of workers, and the state merged from them.
+
+    Args:
+        installed: parameters by name, as replicas have them that have not changed them.
+    """
     states = [state for worker in workers for state in worker.buffers]
     names = sorted(set().union(*states))
     whole = [
         {name: state[name] if name in state else installed[name] for name in names}
         for state in states
     ]
-    return dict(enumerate(states)), merged_states(whole, about)
+    return dict(enumerate(states)), merged_states(whole, description)

@@ -111,8 +111,13 @@ def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[
 
 
 def _arrays(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, array) of what data are made of; `name`: of the value, "" for the whole."""
-    # seen: the ids of data sets that were looked at; at most `_ARRAYS` of them are.
+    """Yield the arrays that data are made of, each with its name.
+
+    Args:
+        value: the data, or a part of them.
+        name: of the part, "" for the whole.
+        seen: ids of the data sets that were visited, at most `_ARRAYS`.
+    """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         yield name or "the array", value
     elif isinstance(value, tuple) and any(isinstance(v, (np.ndarray, torch.Tensor)) for v in value):

@@ -114,7 +114,7 @@ class DatasetSource:
         """Return a loader with worker processes as the user's has."""
         generator = torch.Generator()  # from which the loader seeds its processes
         generator.set_state(torch.get_rng_state())
-        found = DataLoader(
+        processes = DataLoader(
             self._dataset,
             batch_sampler=cast(Any, self._keys),
             num_workers=loader.num_workers,
@@ -128,8 +128,8 @@ class DatasetSource:
             persistent_workers=loader.persistent_workers,
         )
         if loader.persistent_workers:
-            self._persistent = found
-        return found
+            self._persistent = processes
+        return processes
 
 
 class _Keys:
@@ -286,50 +286,55 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
 
 
 def _are_columns(data: Sequence[Any]) -> bool:
-    """Return whether the parts of a tuple or list are columns, whose rows are samples."""
-    # ConfigurationError: a tuple of arrays and others, or of lists; a list of arrays that may be samples as well, or
-    # cannot be columns.
+    """Return whether the parts of a tuple or list are columns, whose rows are samples.
+
+    Raises:
+        ConfigurationError: a tuple of arrays and others, or of lists; a list of arrays that may also be samples, or
+            cannot be columns.
+    """
     arrays = [isinstance(part, (np.ndarray, torch.Tensor)) for part in data]
-    given = f"data is a {type(data).__name__} of {len(data)}"
+    kind = f"data is a {type(data).__name__} of {len(data)}"
     if type(data) is tuple:
         others = [part for part in data if not isinstance(part, (np.ndarray, torch.Tensor))]
         others = others if any(arrays) else [part for part in data if isinstance(part, list)]
         if others:
             raise ConfigurationError(
-                f"{given}, one of which is a {type(others[0]).__name__}: a tuple has columns, each "
+                f"{kind}, one of which is a {type(others[0]).__name__}: a tuple has columns, each "
                 "an array or tensor with a row per sample; convert it with torch.as_tensor(), or "
                 "give a list of samples"
             )
     if not data or not all(arrays):
-        _check_samples(given, data)
+        _check_samples(kind, data)
         return False
     if isinstance(data, list):
         lengths = [len(array) if array.ndim else 0 for array in data]
         if len(set(lengths)) > 1:
             raise ConfigurationError(
-                f"{given} arrays of lengths {str(lengths[:8])[1:-1]}, which cannot be columns: give "
+                f"{kind} arrays of lengths {str(lengths[:8])[1:-1]}, which cannot be columns: give "
                 "DataLoader(data, batch_size=..., collate_fn=...) if they are samples, whose "
                 "collate_fn makes a batch of several"
             )
         if len({(array.ndim, array.dtype) for array in data}) == 1:
             raise ConfigurationError(
-                f"{given} arrays of {data[0].ndim} dimensions, which may be samples or columns: give "
+                f"{kind} arrays of {data[0].ndim} dimensions, which may be samples or columns: give "
                 "DataLoader(data, batch_size=...) if they are samples, tuple(data) if they are "
                 "columns with a row per sample"
             )
     return True
 
 
-def _check_samples(given: str, samples: Sequence[Any]) -> None:
-    """Check that samples in a tuple or list hold no lists of numbers; else ConfigurationError."""
-    # torch's collation makes of lists of equal length a list of their first numbers, one of their second ones, ...
+def _check_samples(kind: str, samples: Sequence[Any]) -> None:
+    """Check that samples in a tuple or list hold no lists of numbers; else ConfigurationError.
+
+    From lists of equal length torch's collation makes a list of their first numbers, one of their second ones, ...
+    """
     first = samples[0] if samples else None
     parts = list(first.values()) if isinstance(first, Mapping) else first
     if _are_numbers(first, list) or (
         isinstance(parts, (list, tuple)) and any(_are_numbers(part, list, tuple) for part in parts)
     ):
         raise ConfigurationError(
-            f"{given} whose first sample has a list of numbers, which batches take apart into columns: give arrays or "
+            f"{kind} whose first sample has a list of numbers, which batches take apart into columns: give arrays or "
             "tensors with a row per sample, as (torch.as_tensor(inputs), torch.as_tensor(targets)), or samples of "
             "tensors"
         )
@@ -374,16 +379,16 @@ def _from_loader(loader: DataLoader[Any]) -> Source:
     return DatasetSource(loader.dataset, loader)
 
 
-def batch_size_of(data: Any, given: int | None) -> int | None:
-    """Return the batch size that was given, else that of a DataLoader; None where there is neither.
+def batch_size_of(data: Any, batch_size: int | None) -> int | None:
+    """Return `batch_size`, or else that of a DataLoader; None if there is neither.
 
     Raises:
         ConfigurationError: both are there, and they differ.
     """
     own = data.batch_size if isinstance(data, DataLoader) else None
-    if own is not None and given is not None and given != own:
+    if own is not None and batch_size is not None and batch_size != own:
         raise ConfigurationError(
-            f"batch_size={given!r} beside a DataLoader with batch_size={own}: give the DataLoader "
+            f"batch_size={batch_size!r} beside a DataLoader with batch_size={own}: give the DataLoader "
             "the one that is meant, and leave the other out"
         )
-    return own if given is None else given
+    return own if batch_size is None else batch_size

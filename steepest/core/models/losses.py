@@ -162,9 +162,11 @@ def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:
 
 
 def _count(batch: Any) -> int | None:
-    """Return the samples in a batch that chooses its own: the length of all its arrays; None if they have several."""
-    # Arrays may lie in lists. A list of dicts, such as a detector's targets, has one for each sample, whose images may
-    # then be a list too.
+    """Return the number of samples in a batch: the common length of its arrays; None if lengths differ.
+
+    Arrays may lie in lists. A list of dicts, such as a detector's targets, has one for each sample, whose images may
+    then be a list too.
+    """
     if isinstance(batch, (tuple, list)):
         for part in batch:
             if isinstance(part, (tuple, list)) and part and isinstance(part[0], Mapping):

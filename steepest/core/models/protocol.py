@@ -158,9 +158,9 @@ def checked_weight(value: Any) -> float:
     """
     weight = as_number(value)
     if weight is None or not 0 <= weight <= _HEAVIEST:
-        given = describe(value) if weight is None else weight
+        shown = describe(value) if weight is None else weight
         raise ModelError(
-            f"the loss weighs {given}: return a weight of zero or more, and at most {_HEAVIEST:g}"
+            f"the loss weighs {shown}: return a weight of zero or more, and at most {_HEAVIEST:g}"
         )
     return weight
 

@@ -298,8 +298,7 @@ class TorchModel(Model):
         return self._parameters[name] if own is None else own
 
     def _unfreeze(self, names: Iterable[str]) -> None:
-        """Have the optimizer update more parameters."""
-        # ModelError: it leaves one out, or the module has none of that name.
+        """Have the optimizer update more parameters; ModelError: it leaves one out, or there is none of that name."""
         for name in names:
             if name not in self._parameters:
                 raise ModelError(f"there is no parameter {name!r} to unfreeze")
@@ -621,8 +620,11 @@ class TorchModel(Model):
                     parameter.copy_(value)
 
     def _frozen(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield each frozen parameter's name, present and installed value."""
-        # ModelError: it has another shape or dtype, or is no more.
+        """Yield each frozen parameter's name, present and installed value.
+
+        Raises:
+            ModelError: it has another shape or dtype, or does not exist any more.
+        """
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable or self._vector is None:
                 continue
@@ -646,8 +648,10 @@ class TorchModel(Model):
         return torch.autocast(self._device.type, dtype=self._autocast)
 
     def _to_device(self, batch: Any) -> Any:
-        """Return a batch on the replica's device: containers are copies of the same type."""
-        # what has both as tensors have moves itself, though it be a tuple (torch's PackedSequence) or a mapping
+        """Return a batch on the replica's device: containers are copies of the same type.
+
+        An object with tensors' methods `to` and `pin_memory` moves itself, even a tuple (torch's PackedSequence).
+        """
         if isinstance(batch, torch.Tensor):
             return batch.to(self._device, non_blocking=True)
         if hasattr(batch, "to") and hasattr(batch, "pin_memory"):
@@ -672,8 +676,8 @@ def _aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the other names of parameters that a module has several times, by the first name."""
     names = {id(parameter): plain(name) for name, parameter in module.named_parameters()}
     aliases: dict[str, tuple[str, ...]] = {}
-    for given, parameter in module.named_parameters(remove_duplicate=False):
-        name = plain(given)
+    for full_name, parameter in module.named_parameters(remove_duplicate=False):
+        name = plain(full_name)
         if name != (first := names[id(parameter)]):
             aliases[first] = (*aliases.get(first, ()), name)
     return aliases

@@ -61,8 +61,7 @@ def arriving_state(
 def _check_shape(
     what: str, value: torch.Tensor, parameter: torch.Tensor, spec: OptimizerSpec
 ) -> None:
-    """Check the shape of state, for which torch's kernels take the parameter's for granted."""
-    # ConfigurationError: another.
+    """Check that state has its parameter's shape, as torch's kernels assume; ConfigurationError otherwise."""
     torchs = spec.elementwise and spec.cls.__module__.startswith("torch.optim.")
     if torchs and value.numel() != 1 and value.shape != parameter.shape:
         raise ConfigurationError(

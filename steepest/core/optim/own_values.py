@@ -56,14 +56,14 @@ class OwnValues:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, given: Sequence[Mapping[str, Any]]
+        self, optimizer: torch.optim.Optimizer, hyper_of_groups: Sequence[Mapping[str, Any]]
     ) -> None:
         self._optimizer = optimizer
-        self._given = [dict(hyper) for hyper in given]
+        self._given = [dict(hyper) for hyper in hyper_of_groups]
         # by group, the values that the optimizer has not changed itself, as they were set last
         self._set = [
             {key: taken(value) for key, value in own_values(optimizer, at).items()}
-            for at in range(len(given))
+            for at in range(len(hyper_of_groups))
         ]
         self._begun = [dict(values) for values in self._set]
 
@@ -72,9 +72,9 @@ class OwnValues:
 
         What the optimizer has made of that value stays then.
         """
-        given = self._given[index]
-        if name not in given or given[name] != value:
-            self._optimizer.param_groups[index][name] = given[name] = value
+        hyper = self._given[index]
+        if name not in hyper or hyper[name] != value:
+            self._optimizer.param_groups[index][name] = hyper[name] = value
             self._set[index][_GROUP + name] = taken(value)
 
     def changed(self, index: int) -> dict[str, Any]:
@@ -124,11 +124,11 @@ def taken(value: Any) -> Any:
         return id(value)
 
 
-def restored(found: Any) -> Any:
+def restored(packed: Any) -> Any:
     """Return the value that `taken` was given; ValueError: it could not be carried."""
-    if not isinstance(found, dict):
+    if not isinstance(packed, dict):
         raise ValueError("the value could not be carried")
-    return unpack({key: (part.clone(), plain) for key, (part, plain) in found.items()})[""]
+    return unpack({key: (part.clone(), plain) for key, (part, plain) in packed.items()})[""]
 
 
 def same(a: Any, b: Any) -> bool:

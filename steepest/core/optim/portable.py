@@ -49,10 +49,10 @@ def pack(key: str, value: Any) -> Packed:
         return {key: (torch.tensor(value, dtype=torch.int64), True)}
     inside: list[torch.Tensor] = []
 
-    def number(found: Any) -> int | None:
-        if not isinstance(found, torch.Tensor):
+    def number(tensor: Any) -> int | None:
+        if not isinstance(tensor, torch.Tensor):
             return None
-        inside.append(_checked(found))
+        inside.append(_checked(tensor))
         return len(inside) - 1
 
     text = json.dumps(to_json(value, number)).encode()

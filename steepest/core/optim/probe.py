@@ -183,8 +183,7 @@ def try_optimizer(
 def _tried(
     name: str, groups: Sequence[Sequence[Shape]], build: Build, sizes: Sequence[float]
 ) -> tuple[_Trial, frozenset[str]]:
-    """Return a trial after steps with gradients of some sizes, and the keys of what they changed."""
-    # See `try_optimizer`.
+    """Return a trial after steps with gradients of some sizes, and the keys of changed state; see `try_optimizer`."""
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: Sequence[int]) -> torch.Tensor:
@@ -227,8 +226,10 @@ def _examples(shapes: Sequence[Shape], largest: int) -> list[Shape]:
 
 
 def _is_flat(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether state of all elements of a parameter has another shape than the parameter."""
-    # If the parameter were split, it could not be told from state of the parameter's shape.
+    """Return whether state with as many elements as a parameter has another shape than the parameter.
+
+    If the parameter were split, it could not be distinguished from state of the parameter's shape.
+    """
     return value.numel() == parameter.numel() > 1 and value.shape != parameter.shape
 
 

@@ -172,20 +172,22 @@ class OptimizerSpec:
         return self.name if self.coupled else ""
 
     def _tried(self, shapes: Sequence[Sequence[tuple[int, ...]]]) -> Findings:
-        """Return what `try_optimizer` finds out of the optimizer, for parameters' shapes by group."""
-        # ConfigurationError: none. Groups that differ in nothing but the learning rate are tried as one.
+        """Return the findings of `try_optimizer` for the optimizer, with parameters' shapes by group.
+
+        Groups that differ only in the learning rate are tried as one. ConfigurationError: there are no parameters.
+        """
         kinds: dict[Any, tuple[Hyperparameters, list[tuple[int, ...]]]] = {}
         for (_, hyper), of_group in zip(self.groups, shapes, strict=True):
             lively = _lively({k: v for k, v in hyper.items() if k != "initial_lr"})
-            _, found = kinds.setdefault(_in_text(lively), (lively, []))
-            found += of_group
-        tried = [(lively, found) for lively, found in kinds.values() if found]
+            _, tried_shapes = kinds.setdefault(_in_text(lively), (lively, []))
+            tried_shapes += of_group
+        tried = [(lively, tried_shapes) for lively, tried_shapes in kinds.values() if tried_shapes]
         if not tried:
             raise ConfigurationError(
                 "the optimizer has no parameters: build it over module.parameters()"
             )
 
-        shapes_of_kinds = [found for _, found in tried]
+        shapes_of_kinds = [tried_shapes for _, tried_shapes in tried]
         texts = tuple(_in_text(hyper) for hyper in (self.defaults, *(h for h, _ in tried)))
         key = self.cls, texts, tuple(map(tuple, shapes_of_kinds))
         if key in _FOUND:
@@ -347,8 +349,10 @@ class OptimizerSpec:
         return ByRules(parameters, first), indices
 
     def _may_fuse(self, slices: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Return whether the user leaves the choice open and torch's fused kernels can be trusted."""
-        # Fused SGD leaves most of a half-precision tensor as it was on the CPU (pytorch/pytorch#191763).
+        """Return whether the user leaves the choice open and torch's fused kernels can be trusted.
+
+        On the CPU fused SGD leaves most of a half-precision tensor unchanged (pytorch/pytorch#191763).
+        """
         settled = any(self.defaults.get(key) for key in ("foreach", "capturable", "differentiable"))
         precise = all(tensor.dtype in (torch.float32, torch.float64) for _, tensor in slices)
         return precise and not settled and self.defaults.get("fused") is not False
@@ -540,8 +544,10 @@ class Schedule:
 
 
 def _identify(spec: OptimizerSpec) -> str:
-    """Return a digest of a scheduler's state at the beginning and after its first steps."""
-    # Empty if a scheduler that is given that state does not go on as the first one does.
+    """Return a digest of a scheduler's state at the beginning and after its first steps.
+
+    It is empty if another scheduler that loads this state does not continue like the first one.
+    """
     if spec.lr_scheduler is None:
         return ""
     spec = replace(spec, schedule_id="tried")

@@ -387,8 +387,8 @@ class ParameterLayout:
         known = {
             name: i for i, entry in enumerate(self.entries) for name in (entry.name, *entry.aliases)
         }
-        given = {name: torch.as_tensor(value) for name, value in weights.items()}
-        for name, value in given.items():
+        tensors = {name: torch.as_tensor(value) for name, value in weights.items()}
+        for name, value in tensors.items():
             if name not in known:
                 raise ConfigurationError(
                     f"no parameter is named {name!r}: there are {', '.join(list(known)[:8])} ..."
@@ -397,7 +397,7 @@ class ParameterLayout:
                 raise ConfigurationError(
                     f"{name!r} has shape {tuple(value.shape)}, the model's has {shape}"
                 )
-        for name, value in given.items():
+        for name, value in tensors.items():
             self.entry_view(buffer, known[name]).copy_(value)
 
     def difference(self, other: ParameterLayout) -> str | None:
@@ -429,8 +429,10 @@ def _fragments(
     count: int,
     together: str,
 ) -> dict[str, int]:
-    """Return by name the fragment of each trained parameter, none where there is one; arguments as of `plan`."""
-    # A layer is what follows each other and has the same name but for the last part.
+    """Return by name the fragment of each trained parameter, empty if there is one fragment; see `plan`.
+
+    A layer is a run of parameters whose names differ only in the last part.
+    """
     if count == 1:
         return {}
     if together:
@@ -488,10 +490,18 @@ def _aligned(offset: int, unit: int) -> int:
 def _place(
     group: Sequence[Entry], begin: int, first: int, target: int, unit: int, *, whole: bool
 ) -> tuple[list[tuple[int, Entry]], list[tuple[int, int]]]:
-    """Put entries of one dtype (all trainable or all frozen) one after the other."""
-    # Return (index, entry with offset) pairs. With `whole`, tensors stay whole, and (start, stop) of chunks of at least
-    # `target` bytes are returned; a chunk that is not small begins on a page. begin, first: offset and index of the
-    # first; unit: bytes at whose multiples entries begin.
+    """Put entries of one dtype (all trainable or all frozen) one after the other.
+
+    Args:
+        group: the entries.
+        begin, first: offset and index of the first one.
+        target: the least bytes of a chunk, with `whole`.
+        unit: bytes at whose multiples entries begin.
+        whole: whether tensors stay whole; then a chunk that is not small begins on a page.
+
+    Returns:
+        (index, entry with offset) pairs, and with `whole` the (start, stop) of chunks.
+    """
     placed: list[tuple[int, Entry]] = []
     borders: list[tuple[int, int]] = []
     left = sum(entry.nbytes for entry in group)
@@ -516,10 +526,13 @@ def _unit(target: int, least: int) -> int:
 
 
 def _even_cuts(start: int, stop: int, target: int, least: int, multiple: int) -> list[int]:
-    """Return the borders of pieces of [start, stop) of at most `target` bytes, of equal size up to alignment."""
-    # least: bytes of an element, or those at whose multiples entries begin: of so many at least are all pieces, so that
-    # each has a part of an entry; multiple: where there are at least a third as many pieces, their number is a multiple
-    # of this.
+    """Return the borders of pieces of [start, stop) of at most `target` bytes, of equal size up to alignment.
+
+    Args:
+        least: the least bytes of a piece: of an element, or those at whose multiples entries begin, so that each piece
+            has a part of an entry.
+        multiple: if there are at least a third as many pieces, their number is a multiple of this.
+    """
     size = stop - start
     if size == 0:
         return []

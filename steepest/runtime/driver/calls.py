@@ -43,8 +43,10 @@ class Calls:
             return self._surviving(function)
 
     def _surviving(self, function: Callable[[], T]) -> T:
-        """Do as `surviving`; once more, too, for a loss without a death."""
-        # Workers may hear only now of a change before the call, and then give up what they wait for.
+        """Do the same as `surviving`, and try once more after a loss without a death.
+
+        Workers may hear only now of a change before the call, and then give up what they wait for.
+        """
         without = 0  # deaths
         while True:
             self._supervisor.await_whole()
@@ -65,9 +67,9 @@ class Calls:
         """
         supervisor = self._supervisor
         while True:
-            before, found = self.surviving(lambda: (supervisor.processes(), collect()))
+            before, result = self.surviving(lambda: (supervisor.processes(), collect()))
             try:
-                then(found)
+                then(result)
                 return
             except (PeerLostError, DeadlineError, ShutdownError):
                 self.owner.raise_ended()
@@ -120,8 +122,8 @@ class Calls:
                 return []
 
         while True:
-            if found := self.owner.call(read, Moment.WHOLE, supervisor.is_readable):
-                return found[0]
+            if results := self.owner.call(read, Moment.WHOLE, supervisor.is_readable):
+                return results[0]
 
     def train_unfrozen(self, state: StateTransfer) -> None:
         """Have the job train the frozen parameters that any replica has unfrozen.
@@ -136,8 +138,8 @@ class Calls:
         cluster = self._cluster
         if all(entry.trainable for entry in cluster.job.description.layout.entries):
             return
-        found = cluster.workers.call(remote_functions.unfrozen, what="look what is trained")
-        names = frozenset[str]().union(*found)
+        by_worker = cluster.workers.call(remote_functions.unfrozen, what="look what is trained")
+        names = frozenset[str]().union(*by_worker)
         if not names:
             return
         own = {name: value for name, value in state.merged_buffers().items() if name in names}

@@ -247,8 +247,8 @@ class CheckpointManager:
         """Write the state, with the last step's result and the loggers' runs, which have all steps."""
         place = place_of(path)
 
-        def write(found: tuple[files.Checkpoint, RowRead]) -> None:
-            saved, rows = found
+        def write(captured: tuple[files.Checkpoint, RowRead]) -> None:
+            saved, rows = captured
             with rows.given_up_on_error():
                 saved = replace(self._with_history(saved), rows=RowsAsTheyCome(rows))
                 files.write(place, saved)
@@ -259,14 +259,14 @@ class CheckpointManager:
         """Return a checkpoint with what is known on the driver's side."""
         history = self._training.history
         history.flush()
-        about = {
+        history_state = {
             "result": None if self._training.last is None else asdict(self._training.last),
             "runs": dict(history.runs),
             "behind": dict(history.behind),
             "evaluations": [asdict(each) for each in self.evaluations],
             "ended_early": self._early,
         }
-        return replace(saved, about={**saved.about, **about})
+        return replace(saved, about={**saved.about, **history_state})
 
     def next_due(self) -> int | None:
         """Return the number of committed steps at which the next checkpoint is due; None without any."""
@@ -278,8 +278,8 @@ class CheckpointManager:
 
     def keep_if_due(self) -> None:
         """Keep the state if a checkpoint is due at this step; called between two steps."""
-        due = self._policy is not None and self._training.step % self._policy.every == 0
-        if due and self._has_changed:
+        is_due = self._policy is not None and self._training.step % self._policy.every == 0
+        if is_due and self._has_changed:
             self._keep()
 
     def restore(self, path: str | Path, data: str) -> None:

@@ -193,7 +193,7 @@ class CheckpointKeeper:
         self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._chain: _Chain | None = None
 
-    def resume_history(self, step: int, about: Mapping[str, Any], most: int) -> None:
+    def resume_history(self, step: int, manifest: Mapping[str, Any], most: int) -> None:
         """Continue the history after a step, of a checkpoint with this manifest; keep so many rows in memory."""
         file = self._file
         try:
@@ -204,7 +204,7 @@ class CheckpointKeeper:
             reports = file.resume(step)
         except OSError as error:
             raise CheckpointError(f"cannot continue {file.path}: {error}") from error
-        self._history.resume(step, about.get("runs") or {}, rows, record, about.get("behind"))
+        self._history.resume(step, manifest.get("runs") or {}, rows, record, manifest.get("behind"))
         self._history.reports.resume(reports)
 
     @property
@@ -234,7 +234,7 @@ class CheckpointKeeper:
     def start_history(self) -> None:
         """Begin to write the rows of the history that no checkpoint was written after."""
         rows = self._unwritten()
-        if any(found for found, _ in rows):
+        if any(unwritten for unwritten, _ in rows):
             self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
 
     def _unwritten(self) -> _Unwritten:
@@ -294,9 +294,9 @@ class CheckpointKeeper:
         try:
             with rows.given_up_on_error():
                 self._write_history(history, held)  # before, so that no row is missing
-                found = RowsAsTheyCome(rows, awaited, None if chain is None else chain.link)
+                streamed = RowsAsTheyCome(rows, awaited, None if chain is None else chain.link)
                 pace = held if rows.snapshot is None else paced
-                path, link = self.shelf.put(replace(saved, rows=found), pace, best)
+                path, link = self.shelf.put(replace(saved, rows=streamed), pace, best)
         except (PeerLostError, ShutdownError, DeadlineError) as error:  # of servers that send rows
             self.written = None
             log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, error)
@@ -304,24 +304,24 @@ class CheckpointKeeper:
         except BaseException as error:
             log.error("the checkpoint of step %d is not kept: %s", step, error)
             raise
-        increments = chain.increments + 1 if chain and found.changes else 0
-        whole = not found.place or increments >= self.policy.increments  # the next one
-        self._chain = None if whole else _Chain(link, found.place, increments)
+        increments = chain.increments + 1 if chain and streamed.changes else 0
+        whole = not streamed.place or increments >= self.policy.increments  # the next one
+        self._chain = None if whole else _Chain(link, streamed.place, increments)
         written = system().now() - began
         self._history.record.kept(step, paused, written)
         log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, written)
 
     def _write_history(self, rows: _Unwritten, progress: Progress) -> None:
         record, reports = self._history.record, self._history.reports
-        for file, (found, number), of in (
+        for file, (unwritten, number), of in (
             (self._file, rows.history, self._history),
             (self._record_file, rows.record, record),
             (self._reports_file, rows.reports, reports),
         ):
-            if found or of is self._history:
+            if unwritten or of is self._history:
                 progress(file.path)
                 try:
-                    file.append(found)
+                    file.append(unwritten)
                 except OSError as error:
                     raise CheckpointError(f"cannot write {file.path}: {error}") from error
                 of.wrote(number)

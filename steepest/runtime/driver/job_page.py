@@ -172,7 +172,10 @@ class LiveRun:
                     }
             self._used, self._counted = used, counted
             self._servers.add(
-                {str(peer): (each["now"], each["servers"]) for peer, each in sorted(found.items())}
+                {
+                    str(peer): (each["now"], each["servers"])
+                    for peer, each in sorted(counters.items())
+                }
             )
         finally:
             self._looking = False

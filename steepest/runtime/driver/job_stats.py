@@ -17,8 +17,8 @@ def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor, call
 
     def read() -> Counters:
         future = cluster.on_router(lambda: cluster.client.counters())
-        found: Counters = cluster.wait(future, "the coordinator's counters")
-        return found
+        counters: Counters = cluster.wait(future, "the coordinator's counters")
+        return counters
 
     counters = calls.reading(read)
     processes = cluster.owner.call(lambda: cluster.workers.answers("counters"), Moment.ANY)

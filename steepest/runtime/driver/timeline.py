@@ -110,9 +110,9 @@ class Timeline:
             if place.node not in self._job.clocks:
                 self._job.clocks[place.node] = NodeClock()
                 self._read_clock(place.node, actors[peer])
-            found = ProcessSpans(str(peer), place.node, place.host, place.pid)
-            self._known[actors[peer]] = found
-            self._job.processes.append(found)
+            spans = ProcessSpans(str(peer), place.node, place.host, place.pid)
+            self._known[actors[peer]] = spans
+            self._job.processes.append(spans)
         known = {peer: actor for peer, actor in actors.items() if actor in self._known}
         told = ask_all(known, "spans", lambda peer: (self._known[actors[peer]].count, least))
         self._add(self._own, *self._ring.since(self._own.count, least))

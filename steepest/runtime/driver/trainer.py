@@ -432,9 +432,9 @@ class DistributedSGD:
             DeadlineError: no answer came within `run_config.deadlines.call` seconds.
         """
         with self._idle("evaluate"):
-            found = self._evaluate(data, batch_size)
-            self.history.evaluated(found.step, found)
-            return found
+            result = self._evaluate(data, batch_size)
+            self.history.evaluated(result.step, result)
+            return result
 
     def _evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
         """Do as `evaluate`, without a row in the history."""
@@ -442,17 +442,17 @@ class DistributedSGD:
         cluster = self._live()
 
         def evaluate() -> tuple[list[WorkerResult], int, int | None]:
-            about = data, batch_size, self.num_workers, self._state.merged_buffers()
-            found = cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
-            return found, *self._keeping.present()
+            arguments = data, batch_size, self.num_workers, self._state.merged_buffers()
+            results = cluster.workers.call(remote_functions.evaluate, *arguments, what="evaluate")
+            return results, *self._keeping.present()
 
         results, step, epoch = self._calls.surviving(evaluate)
         if not any(result.weight for result in results):
             raise ConfigurationError("evaluate() was given no samples")
-        found = EvaluationResult.mean_of(
+        summary = EvaluationResult.mean_of(
             [(Measured(r.metrics, r.weight, r.weights), r.loss, r.samples) for r in results]
         )
-        return replace(found, step=step, epoch=epoch)
+        return replace(summary, step=step, epoch=epoch)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
@@ -676,8 +676,8 @@ class DistributedSGD:
         Raises:
             CheckpointError: it could not be written.
         """
-        found = self._keeping.best()
-        return found if found is None or isinstance(found, Path) else str(found)
+        best = self._keeping.best()
+        return best if best is None or isinstance(best, Path) else str(best)
 
     @folds_frames
     def save(self, path: str | Path) -> None:

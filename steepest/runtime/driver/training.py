@@ -230,12 +230,12 @@ class Training:
 
     def one_more(self) -> Callable[[], int]:
         """Return a function that tells, from its first call on, the step after the present one."""
-        found: list[int] = []
+        steps: list[int] = []
 
         def end() -> int:
-            if not found:
-                found.append(self.step + 1)
-            return found[0]
+            if not steps:
+                steps.append(self.step + 1)
+            return steps[0]
 
         return end
 
@@ -290,10 +290,10 @@ class Training:
         client, plan = self.cluster.client, self.cluster.plan[0]
         while taken.done < goal and not run.given_up:
             self._grant(taken, goal, run)
-            due = self._supervisor.look(self.seconds + system().now() - self._began)
-            self._stop_if_wanted(taken, client, changing=due == "soon", goal=goal)
+            wanted = self._supervisor.look(self.seconds + system().now() - self._began)
+            self._stop_if_wanted(taken, client, changing=wanted == "soon", goal=goal)
             stopped = taken.have_stopped
-            if due == "now" or (stopped and taken.changing):
+            if wanted == "now" or (stopped and taken.changing):
                 self._supervisor.change()
                 self._supervisor.raise_kept()
             if self.cluster.client is not client:
@@ -427,7 +427,7 @@ class Training:
         if self._described[0] is now[0] and self._described[1] == now[1]:
             return
         self._described, job = now, cluster.job
-        about = {
+        described = {
             "strategy": job.config.name,
             "samples": job.global_batch,
             "settings": settings_of(job),
@@ -436,7 +436,7 @@ class Training:
                 for peer, place in sorted(cluster.places.items())
             ],
         }
-        self.history.record.describe(self.step, about)
+        self.history.record.describe(self.step, described)
 
     def _ask(self, steps: int, stats: bool, generation: int) -> None:
         client, self._idle = self.cluster.client, False
@@ -546,14 +546,14 @@ class Training:
             assert failure.peer is not None
             self.cluster.deaths.lost(failure.peer, failure.why)
         hosts = {peer: place.host for peer, place in self.cluster.places.items()}
-        found = self._activities() if failure.awaited else {}
+        activities = self._activities() if failure.awaited else {}
         late = [
             (str(peer), *self._where(activity))
-            for peer, activity in found.items()
+            for peer, activity in activities.items()
             if peer.role == "worker" and str(peer) in failure.awaited
         ]
         alike = self._raised_alike(failure) if failure.reason == "raised" else []
-        raise_step_error(failure, hosts, late, _held_up(found.values()), alike)
+        raise_step_error(failure, hosts, late, _held_up(activities.values()), alike)
 
     def _raised_alike(self, failure: Failure) -> list[int]:
         """Return the other workers that raised the same in the step that has failed, if they do so soon."""
@@ -562,7 +562,7 @@ class Training:
             for peer, actor in self.cluster.actors.items()
             if peer.role == "worker" and peer.index != failure.worker
         }
-        found, deadline = [], system().now() + ALIKE_SECONDS
+        alike, deadline = [], system().now() + ALIKE_SECONDS
         while actors:
             calls = {
                 worker: runtime().call(actor, "raised_before", failure.generation)
@@ -574,12 +574,12 @@ class Training:
                     continue
                 del actors[worker]
                 if error == failure.error:
-                    found.append(worker)
+                    alike.append(worker)
             if system().now() >= deadline:
                 drop_calls(calls.values())
                 break
             self.owner.attend(_SHORT_SECONDS if actors else 0.0, lambda: False)
-        return found
+        return alike
 
     def _activities(self) -> dict[Peer, Activity]:
         """Return what each process is doing, of those that say it soon."""

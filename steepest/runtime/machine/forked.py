@@ -266,14 +266,14 @@ class ForkServer:
         with self._lock:
             process = ForkedProcess(next(self._numbers), name.removeprefix("steepest "))
             self._forks[process.number] = process
-            given = {
+            settings = {
                 "environment": {**environment_of_process(), **environment},
                 "directory": os.getcwd(),
                 "path": searched(),
                 "name": name,
             }
             try:
-                self._frames.send((process.number, given), descriptors=process.ends)
+                self._frames.send((process.number, settings), descriptors=process.ends)
             except OSError:
                 self._over()
             process.drop_ends()

@@ -80,16 +80,16 @@ class ParcelCall(Call):
 
     def future(self) -> Future[Any]:
         """Return the future of a copy of the result."""
-        found: Future[Any] = Future()
+        future: Future[Any] = Future()
 
         def finish(parcel: Answer[Parcel]) -> None:
             try:
-                found.set_result(opened(parcel.result()))
+                future.set_result(opened(parcel.result()))
             except BaseException as error:  # noqa: BLE001 - the future's
-                found.set_exception(error)
+                future.set_exception(error)
 
         self.parcel.add_done_callback(finish)
-        return found
+        return future
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -186,11 +186,11 @@ def _buffers(parcel: Parcel) -> list[memoryview]:
         )
     else:
         whole = memoryview(bytearray(parcel.buffers))
-    found, at = [], 0
+    buffers, at = [], 0
     for size in parcel.sizes:
-        found.append(whole[at : at + size])
+        buffers.append(whole[at : at + size])
         at += _rounded(size)
-    return found
+    return buffers
 
 
 class Frames:
@@ -224,26 +224,26 @@ class Frames:
         Args:
             descriptors: how many of the frame's are no parcel's.
         """
-        header, found = self._with_descriptors(_HEADER.size)
+        header, ends = self._with_descriptors(_HEADER.size)
         header += self._exactly(_HEADER.size - len(header))
         length, count = _HEADER.unpack(header)
-        while len(found) < count:
-            found += self._with_descriptors(1)[1]
+        while len(ends) < count:
+            ends += self._with_descriptors(1)[1]
         value, plain = pickle.loads(self._exactly(length))  # noqa: S301 - of this program's own
-        memories = [SharedMemory(each) for each in found[descriptors:]]
+        memories = [SharedMemory(each) for each in ends[descriptors:]]
         parcel = None if plain is None else _restored(plain, memories)
-        return value, parcel, found[:descriptors]
+        return value, parcel, ends[:descriptors]
 
     def _with_descriptors(self, most: int) -> tuple[bytes, list[int]]:
         """Return some bytes and the descriptors that came with them; OSError: no more may be open here."""
-        found, descriptors, flags, _ = socket.recv_fds(
+        data, descriptors, flags, _ = socket.recv_fds(
             self.socket, most, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
-        if not found:
+        if not data:
             raise EOFError
         if flags & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return found, descriptors
+        return data, descriptors
 
     def _exactly(self, length: int) -> bytes:
         """Return so many bytes; EOFError if the other end is closed before."""

@@ -58,13 +58,13 @@ def _run(body: Any, number: int, request: Parcel, answers: queue.SimpleQueue[Any
             values = _values(arguments)
         except UnreadableError as error:
             raise CallRaisedError(str(error), error) from None
-        well, found = True, packed(getattr(body, method)(*values)).closed()
+        well, result = True, packed(getattr(body, method)(*values)).closed()
     except BaseException as error:  # noqa: BLE001 - the driver's: users' code may call sys.exit()
-        well, found = False, _told(error)
+        well, result = False, _told(error)
     for stream in (sys.stdout, sys.stderr):  # a last line without its end, too
         if not stream.closed:
             stream.flush()
-    answers.put((("answer", number, well), found))
+    answers.put((("answer", number, well), result))
 
 
 def _told(error: BaseException) -> Parcel:
@@ -74,11 +74,11 @@ def _told(error: BaseException) -> Parcel:
     else:
         text, cause = "".join(traceback.format_exception(error)), error
     try:
-        found = packed((text, cause)).closed()
-        opened(found)
+        parcel = packed((text, cause)).closed()
+        opened(parcel)
     except Exception:  # noqa: BLE001 - of the user's class
         return packed((text, RuntimeError(f"{type(cause).__name__}: {cause}"))).closed()
-    return found
+    return parcel
 
 
 def _receive(frames: Frames, coming: queue.SimpleQueue[tuple[int, Parcel]]) -> None:

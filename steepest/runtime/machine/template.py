@@ -72,7 +72,7 @@ def serve(control: int, driver: int) -> None:
 def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> None:
     """Fork the process of the next request."""
     try:
-        (number, given), _, ends = frames.receive(FORK_DESCRIPTORS)
+        (number, settings), _, ends = frames.receive(FORK_DESCRIPTORS)
     except (EOFError, ConnectionError):  # the driver has ended
         os._exit(0)
     parent = os.getpid()
@@ -80,7 +80,7 @@ def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> Non
     if pid == 0:
         for descriptor in (frames.socket.fileno(), driver, *forks):
             os.close(descriptor)
-        begin_as(given, ends, parent)
+        begin_as(settings, ends, parent)
     for descriptor in ends:
         os.close(descriptor)
     descriptor = os.pidfd_open(pid)
@@ -88,7 +88,7 @@ def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> Non
     frames.send(("started", number, pid), descriptors=[descriptor])
 
 
-def begin_as(given: Mapping[str, Any], ends: Sequence[int], parent: int) -> None:
+def begin_as(settings: Mapping[str, Any], ends: Sequence[int], parent: int) -> None:
     """Be a process of a job; does not return.
 
     Args:
@@ -106,12 +106,12 @@ def begin_as(given: Mapping[str, Any], ends: Sequence[int], parent: int) -> None
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     errors = io.FileIO(2, "w", closefd=False)
     sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", write_through=True)
-    environment = given["environment"]
+    environment = settings["environment"]
     set_environment({**dict.fromkeys(environment_of_process()), **environment})
-    os.chdir(given["directory"])
-    sys.path[:] = given["path"]
+    os.chdir(settings["directory"])
+    sys.path[:] = settings["path"]
     _draw_anew()
-    process.serve(socket.socket(fileno=sock), given["name"])
+    process.serve(socket.socket(fileno=sock), settings["name"])
 
 
 def _draw_anew() -> None:

@@ -128,10 +128,10 @@ def serve(path: Sequence[str], door: int, driver: int) -> None:
         client, _ = listening.accept()
         if is_same_user(client):
             if not ready:
-                if not (given := ray_variables(peer(client)[0])):
+                if not (variables := ray_variables(peer(client)[0])):
                     client.close()  # the next one is asked
                     continue
-                _import_ray(given)
+                _import_ray(variables)
                 sys.path[:] = path
                 ready = True
             if os.fork() == 0:
@@ -152,12 +152,12 @@ def ray_variables(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in variables if name.startswith("RAY_")}
 
 
-def _import_ray(given: dict[str, str]) -> None:
+def _import_ray(variables: dict[str, str]) -> None:
     """Import Ray, and what needs it, as a child of the raylet would; `given`: Ray's variables in one.
 
     Ray reads them when it is imported: the raylet's number, and how tokens are asked for.
     """
-    set_environment({**given, "RAY_JOB_ID": _NO_JOB})
+    set_environment({**variables, "RAY_JOB_ID": _NO_JOB})
     for module in RAY_MODULES:
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))

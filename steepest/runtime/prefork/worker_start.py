@@ -83,11 +83,11 @@ def _memory_score() -> str:
 
 def main(arguments: list[str]) -> None:
     """Start the worker, in place of this process or as a fork of the template."""
-    found = command(arguments)
+    program = command(arguments)
     name = os.environ.get(TEMPLATE)
-    forks = name is not None and found[0].endswith("default_worker.py")
-    if not (name and forks and hand_over(name, found)):
-        os.execv(sys.executable, [sys.executable, *found])
+    forks = name is not None and program[0].endswith("default_worker.py")
+    if not (name and forks and hand_over(name, program)):
+        os.execv(sys.executable, [sys.executable, *program])
 
 
 if __name__ == "__main__":

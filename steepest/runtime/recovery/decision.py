@@ -122,21 +122,23 @@ def _without_the_dead(
     if enough and (in_vain or not (target.waits or world.dead <= world.ready)):
         return fewer
     unreplaced = in_vain & servers
-    found = Transition(
+    transition = Transition(
         source,
         frozenset(world.dead - in_vain),
         missing & in_vain,
         world.workers - len(missing & in_vain),
         world.servers - len(unreplaced),
     )
-    if in_vain and (not _is_enough(found, target, least) or len(unreplaced) == world.servers > 0):
+    if in_vain and (
+        not _is_enough(transition, target, least) or len(unreplaced) == world.servers > 0
+    ):
         return _no_successor(world, target)
-    return found
+    return transition
 
 
-def _is_enough(found: Transition, target: Target, least: int) -> bool:
+def _is_enough(transition: Transition, target: Target, least: int) -> bool:
     """Return whether processes train without those that will be missing."""
-    return target.movable and (not found.missing or found.workers >= max(least, 1))
+    return target.movable and (not transition.missing or transition.workers >= max(least, 1))
 
 
 def _no_successor(world: World, target: Target) -> Impossible:

@@ -64,8 +64,11 @@ class Joining:
         return len(dead) - len(missing)
 
     def _has_died(self, peer: Peer, start: Start, missing: Set[Peer]) -> bool:
-        """Return whether a process that was about to join, or another one of the job's, is dead."""
-        # missing: those that are known to be; one that has joined a moment ago is not among them
+        """Return whether a process that was about to join, or another process of the job, is dead.
+
+        Args:
+            missing: the processes that are known to be dead; one that has just joined is not among them.
+        """
         observation, watches = self._observation, self._cluster.watches
         patience = max(NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
         deadline = system().now() + patience
@@ -155,8 +158,8 @@ class Joining:
         if self._cluster.plan[0] is not None or not others:
             return None
         ask = partial(self._cluster.workers.call, waits=False, workers=others[:1])
-        found: StreamPlace | None = ask(Replicas.stream_place)[0]
-        return found
+        place: StreamPlace | None = ask(Replicas.stream_place)[0]
+        return place
 
     def _tell(self, workers: Collection[Peer]) -> None:
         """Have workers learn where all others listen; a worker that dies meanwhile is left out."""

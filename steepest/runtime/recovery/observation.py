@@ -74,7 +74,7 @@ class Observation:
         places = {actor: start.place for actor, start in coming.items()} | living
         if not places or not signs.look(places):
             return [], []
-        found: tuple[list[str], list[str]] = [], []
+        silent: tuple[list[str], list[str]] = [], []
         for actor in [actor for actor in places if signs.is_silent(actor)]:
             why = f"no sign of life for {signs.silence(actor):.1f} s"
             if actor in members:
@@ -82,7 +82,7 @@ class Observation:
                 if not changing:  # else the job hears nothing
                     self.tell_job({members[actor]: why})
                 cluster.deaths.declare(members[actor], why)
-                found[0].append(str(members[actor]))
+                silent[0].append(str(members[actor]))
                 continue
             if actor in coming:
                 what = f"a process that starts as {coming[actor].peer}"
@@ -91,8 +91,8 @@ class Observation:
                 what = "a process that was let go"
                 kill(places[actor], actor)
             log.warning("%s gave %s", what, why)
-            found[1].append(what)
-        return found
+            silent[1].append(what)
+        return silent
 
     def tell_job(self, dead: Mapping[Peer, str]) -> None:
         """Tell the driver's client and the coordinator, once each, of processes that are dead.
@@ -120,14 +120,14 @@ class Observation:
             runtime().wait([cluster.members[peer].watch], NOTICE_SECONDS)
             cluster.deaths.declare(peer, lost.why)
 
-    def hear_difference(self, found: AuditDifference) -> None:
+    def hear_difference(self, difference: AuditDifference) -> None:
         """Note that gradients of an audited step differ; give up a worker that is to be replaced for it.
 
         Raises:
             PeerLostError: it cannot be replaced.
         """
         cluster = self._cluster
-        who = None if found.worker is None else worker_peer(found.worker)
+        who = None if difference.worker is None else worker_peer(difference.worker)
 
         def named(worker: int) -> str:
             peer = worker_peer(worker)
@@ -136,20 +136,20 @@ class Observation:
                 str(peer) if place is None else f"{peer} on {place.host} (node {place.node[:12]})"
             )
 
-        names = listed(map(named, sorted({worker for pair in found.pairs for worker in pair})))
-        wrong = f"{who} computes wrongly: {found.why}" if who else found.why
+        names = listed(map(named, sorted({worker for pair in difference.pairs for worker in pair})))
+        wrong = f"{who} computes wrongly: {difference.why}" if who else difference.why
         cluster.note(
             "difference",
-            f"audit of step {found.step}: gradients of the same samples differ on {names}; {wrong}",
+            f"audit of step {difference.step}: gradients of the same samples differ on {names}; {wrong}",
         )
         member = None if who is None else cluster.members.get(who)
-        if not found.waits or who is None or member is None:
+        if not difference.waits or who is None or member is None:
             return
         if (
-            self.is_plain(who) and member.life != found.life
+            self.is_plain(who) and member.life != difference.life
         ):  # others live as long as the coordinator's job
             return
-        why = f"the audit of step {found.step} has found that it computes wrongly"
+        why = f"the audit of step {difference.step} has found that it computes wrongly"
         if not self.can_replace(who):
             cluster.deaths.raise_lost(who, why)
         cluster.placement.distrust(member.place.node)

@@ -63,8 +63,8 @@ class Start:
     @property
     def place(self) -> Place:
         """Where it runs; it must be up."""
-        found: Place = self.building[-1].get()
-        return found
+        place: Place = self.building[-1].get()
+        return place
 
 
 class Starting:
@@ -164,8 +164,8 @@ class Starting:
     def check_models(self, starts: Mapping[Peer, Start]) -> None:
         """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""
         calls, job = [start.building[0] for start in starts.values()], self._cluster.job
-        found = self._cluster.get(calls, self._cluster.building, starts)
-        for peer, described in zip(starts, found, strict=True):
+        descriptions = self._cluster.get(calls, self._cluster.building, starts)
+        for peer, described in zip(starts, descriptions, strict=True):
             check_agreement(job.description, described, "the job", str(peer))
 
     def lose(self, start: Start) -> None:
@@ -241,12 +241,12 @@ class Reserve:
             if not placing.done():
                 continue
             try:
-                found: Place = placing.get()
+                place: Place = placing.get()
                 runtime().call(actor, "place").get(_ANSWER_SECONDS)
             except (ProcessDiedError, LateError):
                 self._spares.remove(spare)
                 continue
-            if found.node == node:
+            if place.node == node:
                 self._spares.remove(spare)
                 return actor
         return None

@@ -156,17 +156,17 @@ class Supervisor:
         world = self._look_at(dead, patient=patient)
         if world.stuck:
             return "now"
-        found = self._decided(world, dead)
-        if found is None:
+        decision = self._decided(world, dead)
+        if decision is None:
             return None
-        if isinstance(found, Impossible):
-            self._raise_impossible(found)
+        if isinstance(decision, Impossible):
+            self._raise_impossible(decision)
         if not dead:  # what is undone is made again as it was
             return "soon" if world.leaving or not self.is_behind else None
         self._doing = "joining"
         try:
             with self.owner.to_its_end():
-                joined = self._joining.join(found, dead)
+                joined = self._joining.join(decision, dead)
         finally:
             self._doing = ""
         if joined is None:
@@ -223,20 +223,20 @@ class Supervisor:
         why += slow if decided.peer in world.late - world.worn_out else ""
         return replace(decided, why=f"{dead[decided.peer]} ({why})")
 
-    def _raise_impossible(self, found: Impossible) -> NoReturn:
+    def _raise_impossible(self, impossible: Impossible) -> NoReturn:
         """Raise PeerLostError, because the job cannot continue."""
-        if found.peer is None:
-            raise PeerLostError(found.why)
-        self._cluster.deaths.raise_lost(found.peer, found.why)
+        if impossible.peer is None:
+            raise PeerLostError(impossible.why)
+        self._cluster.deaths.raise_lost(impossible.peer, impossible.why)
 
     def hear(self, lost: WorkerLost) -> None:
         """Take the coordinator's word that a worker is dead."""
         self.observation.hear(lost)
         self._looked = 0.0
 
-    def hear_difference(self, found: AuditDifference) -> None:
+    def hear_difference(self, difference: AuditDifference) -> None:
         """Take the coordinator's word that gradients of an audited step differ."""
-        self.observation.hear_difference(found)
+        self.observation.hear_difference(difference)
         self._looked = 0.0
 
     def suspects(self, peer: Peer, why: str, client: Client) -> bool:
@@ -316,7 +316,7 @@ class Supervisor:
             change.said |= {cluster.members[p].watch: self._said(change, p, dead[p]) for p in dead}
             cluster.await_successors(dead)
             try:
-                found = self._try(change, dead, patient=patient)
+                outcome = self._try(change, dead, patient=patient)
             except (PeerLostError, DeadlineError) as error:
                 observation.starting.joined(cluster.actors.values())
                 change.suspect = self._suspect_of(change.said, error)
@@ -327,9 +327,9 @@ class Supervisor:
                     if isinstance(error, DeadlineError) or unexplained > _UNEXPLAINED:
                         raise
                 continue
-            if isinstance(found, Impossible):
-                self._raise_impossible(found)
-            return found
+            if isinstance(outcome, Impossible):
+                self._raise_impossible(outcome)
+            return outcome
 
     def _see(self, change: Change) -> dict[Peer, str]:
         """Return the dead, and why they died, see `find_dead`."""

@@ -102,7 +102,7 @@ def _source(change: Change) -> str:
 
 def _decision(change: Change) -> str:
     """Return what was done, by each try."""
-    found = []
+    parts_of_tries = []
     for applied in change.applied:
         made = applied.transition
         parts = (
@@ -111,8 +111,8 @@ def _decision(change: Change) -> str:
         parts += [f"go on without {listed(sorted(made.missing))}"] if made.missing else []
         parts += [f"{len(applied.joined)} workers join"] if applied.joined else []
         state = "the driver's copy" if made.source == "snapshot" else "the processes' own state"
-        found.append(f"{', '.join(parts) or 'roles are given anew'}, with {state}")
-    return "; then, because of another death, ".join(found)
+        parts_of_tries.append(f"{', '.join(parts) or 'roles are given anew'}, with {state}")
+    return "; then, because of another death, ".join(parts_of_tries)
 
 
 def nothing_lost(job: Job, dead: Collection[Peer]) -> str:

@@ -50,19 +50,21 @@ class JobState:
         Raises:
             CheckpointError: it has parts that are of no such job.
         """
-        about, layout = saved.about, job.description.layout
-        tables, dealing = about.get("tables", ()), dealing_of(job)
-        collected, replicas = OptimizerState.saved(saved.optimizer, about, saved.replicas)
+        manifest, layout = saved.about, job.description.layout
+        tables, dealing = manifest.get("tables", ()), dealing_of(job)
+        collected, replicas = OptimizerState.saved(saved.optimizer, manifest, saved.replicas)
         unpushed = rows.unpushed(collected.rows, tables, dealing)
         collected = replace(collected, rows=unpushed)
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         mean = Tensors((k, value) for k, value in saved.weights.items() if k not in layout.index)
-        rest = Remaining() if data == "new" else _remaining(about)
-        plan = job.plan(about["step"], rest, about["seed"])
-        shared = SharedState(job.version_of(about["step"]), weights)
+        rest = Remaining() if data == "new" else _remaining(manifest)
+        plan = job.plan(manifest["step"], rest, manifest["seed"])
+        shared = SharedState(job.version_of(manifest["step"]), weights)
         buffers = remote_functions.by_replica(replicas), mean
-        return cls(job, plan, about["seed"], shared, collected=collected, collected_buffers=buffers)
+        return cls(
+            job, plan, manifest["seed"], shared, collected=collected, collected_buffers=buffers
+        )
 
     def checkpoint(
         self, signature: files.JobSignature, ends: Sequence[int], rates: Any
@@ -71,7 +73,7 @@ class JobState:
         assert self.shared.weights is not None
         assert self.collected_buffers is not None
         rest, optimizer, (replicas, mean) = self.remaining, self.optimizer, self.collected_buffers
-        about = {
+        manifest = {
             "step": self.step,
             "epoch": rest.epoch,
             "offset": rest.offset,
@@ -86,7 +88,7 @@ class JobState:
         }
         return files.gather(
             replace(signature, buffers=mean), self.shared.weights,
-            (optimizer.state, optimizer.plain), list(replicas.values()), about, optimizer.apart,
+            (optimizer.state, optimizer.plain), list(replicas.values()), manifest, optimizer.apart,
         )  # fmt: skip
 
     @property
@@ -128,10 +130,10 @@ class JobState:
     @property
     def buffers(self) -> Buffers | None:
         """Buffers by replica, and their mean; None where workers keep those that they have."""
-        weights, about, workers = self.shared.weights, self.job.description, self.workers
+        weights, description, workers = self.shared.weights, self.job.description, self.workers
         if weights is None or workers is None or not any(any(each.buffers) for each in workers):
             return self.collected_buffers
-        return buffers_of(workers, about.layout.named(weights), about)
+        return buffers_of(workers, description.layout.named(weights), description)
 
     def is_held_by(self, processes: Collection[Any]) -> bool:
         """Return whether nothing newer than the driver's copy is lost if only these processes live.
@@ -186,8 +188,8 @@ class JobState:
         )
 
 
-def _remaining(about: Mapping[str, Any]) -> Remaining:
+def _remaining(manifest: Mapping[str, Any]) -> Remaining:
     """Return the samples that are still to come by what a checkpoint says."""
-    left = tuple((e, b, t) for e, b, t in about.get("left", ()))
-    begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
-    return Remaining(about["epoch"], about["offset"], left, begun)
+    left = tuple((e, b, t) for e, b, t in manifest.get("left", ()))
+    begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in manifest.get("begun", ()))
+    return Remaining(manifest["epoch"], manifest["offset"], left, begun)

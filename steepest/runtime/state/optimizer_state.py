@@ -92,25 +92,27 @@ class OptimizerState:
 
     @classmethod
     def saved(
-        cls, state: dict[str, torch.Tensor], about: Mapping[str, Any], apart: Apart
+        cls, state: dict[str, torch.Tensor], manifest: Mapping[str, Any], apart: Apart
     ) -> tuple[OptimizerState, Apart]:
         """Return a checkpoint's state, and those of its tensors by replica that are of something else."""
 
         def by_worker(prefix: str) -> Own:
-            found: dict[int, dict[str, torch.Tensor]] = {}
+            states: dict[int, dict[str, torch.Tensor]] = {}
             for key, value in apart.items():
                 if key.startswith(prefix):
                     worker, _, name = key.removeprefix(prefix).partition("/")
-                    state = found.setdefault(int(worker), {})
+                    state = states.setdefault(int(worker), {})
                     if name != _NOTHING:
                         state[name] = value
-            return found
+            return states
 
         outer = {k.removeprefix(_OUTER): v for k, v in apart.items() if k.startswith(_OUTER)}
         own, left_out, rows = map(by_worker, (_OWN, _LEFT_OUT, _ROWS))
-        found = cls(state, about["plain"], about.get("schedule"), own, outer, left_out, rows)
+        optimizer = cls(
+            state, manifest["plain"], manifest.get("schedule"), own, outer, left_out, rows
+        )
         prefixes = (_OWN, _OUTER, _LEFT_OUT, _ROWS)
-        return found, {k: v for k, v in apart.items() if not k.startswith(prefixes)}
+        return optimizer, {k: v for k, v in apart.items() if not k.startswith(prefixes)}
 
     @property
     def apart(self) -> dict[str, torch.Tensor]:
@@ -179,7 +181,7 @@ class OptimizerState:
 
     def _left_out_of(self, job: Job) -> Own:
         """Return what compression has left out of what workers of a job push: gradients, or changes of weights."""
-        found = {
+        errors = {
             worker: {
                 name.removeprefix(_CHANGE): value
                 for name, value in state.items()
@@ -187,7 +189,7 @@ class OptimizerState:
             }
             for worker, state in self.left_out.items()
         }
-        return found if any(found.values()) else {}
+        return errors if any(errors.values()) else {}
 
     def rows_for(self, job: Job) -> dict[int, Tensors]:
         """Return by worker of a job the gradients of rows that it is to push.
@@ -197,25 +199,27 @@ class OptimizerState:
         Raises:
             CheckpointError: they are not of the job's tables.
         """
-        found = self.rows
-        if not found or (dealing := dealing_of(job)) is None:
+        rows = self.rows
+        if not rows or (dealing := dealing_of(job)) is None:
             return {}
         from steepest.embedding.delayed_rows import divided  # needs what only tables need
 
         pushers = 1 if job.pushes_per_update == 1 else job.num_workers
-        states = [found[worker] for worker in sorted(found)]
+        states = [rows[worker] for worker in sorted(rows)]
         return dict(enumerate(divided(dealing, states, pushers)))
 
 
 def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tensors]:
     """Return a part of what workers' exchanges have, by worker, unless none has anything."""
-    found = {w: each.exchanged[what] for w, each in workers.items() if what in each.exchanged}
-    return found if any(found.values()) else {}
+    parts = {w: each.exchanged[what] for w, each in workers.items() if what in each.exchanged}
+    return parts if any(parts.values()) else {}
 
 
-def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
+def mean_inner(inner_states: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
     """Return the mean of workers' own optimizer states, with the furthest schedule, for a worker that has none."""
-    states = [{n: v for n, v in each.items() if not is_own_weight(n)} for each, _, _ in found]
+    states = [
+        {n: v for n, v in each.items() if not is_own_weight(n)} for each, _, _ in inner_states
+    ]
     begun = [state for state in states if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()
     one = {name for name in names if not _can_be_averaged([state[name] for state in begun])}
@@ -223,9 +227,9 @@ def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
     shared = [{name: state[name] for name in sorted(names - one)} for state in begun]
     mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
     mean |= {name: begun[0][name] for name in sorted(one)}
-    schedules = [schedule for _, _, schedule in found if schedule is not None]
+    schedules = [schedule for _, _, schedule in inner_states if schedule is not None]
     furthest = max(schedules, key=lambda schedule: int(schedule["step"]), default=None)
-    return mean, sorted({name for _, plain, _ in found for name in plain}), furthest
+    return mean, sorted({name for _, plain, _ in inner_states for name in plain}), furthest
 
 
 def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
@@ -241,8 +245,8 @@ def _mean_own_weights(own: Own) -> Tensors:
     names = (
         set.intersection(*(set(filter(is_own_weight, state)) for state in states)) if states else ()
     )
-    found = [{name: state[name] for name in sorted(names)} for state in states]
-    return mean_states(found, [1.0] * len(found)) if names else Tensors()
+    common = [{name: state[name] for name in sorted(names)} for state in states]
+    return mean_states(common, [1.0] * len(common)) if names else Tensors()
 
 
 def _mean_left_out(own: Own) -> dict[str, torch.Tensor]:

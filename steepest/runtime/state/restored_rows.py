@@ -108,12 +108,12 @@ class RestoredRows:
 
     def _chunks(self, dealing: Dealing) -> dict[Any, list[int]]:
         """Return the shards that servers of each process hold, and note the processes."""
-        found: dict[Any, list[int]] = {}
+        chunks_of: dict[Any, list[int]] = {}
         for chunk, holders in self._cluster.holdings().items():
             for process in holders if chunk in dealing.chunks else ():
-                found.setdefault(process, []).append(chunk)
-        self._asked = list(found)
-        return found
+                chunks_of.setdefault(process, []).append(chunk)
+        self._asked = list(chunks_of)
+        return chunks_of
 
     def _records(self, dealing: Dealing) -> list[Record]:
         stands = {"key": ON_DISK, "plain": False, "start": 0, "stop": 1}
@@ -140,7 +140,8 @@ class RestoredRows:
         """Return what a method of processes returns, however long that takes while they read."""
         cluster = self._cluster
         calls = {
-            process: runtime().call(process, method, *given) for process, given in arguments.items()
+            process: runtime().call(process, method, *values)
+            for process, values in arguments.items()
         }
         limit, known = cluster.run_config.deadlines.step, -1
         until = system().now() + limit

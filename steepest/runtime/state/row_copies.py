@@ -70,10 +70,12 @@ class RowCopies:
             return True
         while self._left and len(self.calls) < _AT_ONCE:
             one = self._left.popleft()
-            about = self._number, one.chunk, one.at
-            piece = runtime().call(one.source, "snapshot_piece", *about)
+            arguments = self._number, one.chunk, one.at
+            piece = runtime().call(one.source, "snapshot_piece", *arguments)
             directory = self._dealing.groups[self._dealing.group_of(one.chunk)][0].directory
-            keep = runtime().call(one.target, "keep_snapshot", *about, one.pieces, directory, piece)
+            keep = runtime().call(
+                one.target, "keep_snapshot", *arguments, one.pieces, directory, piece
+            )
             self.calls.append(keep)
         return not self.calls
 
@@ -91,7 +93,7 @@ def second_copies(cluster: Cluster, number: int, records: Iterable[Record]) -> R
 
     It is on another node if there is one, and then one that hosts servers if there is one.
     """
-    pieces = Counter(chunk for chunk, about, _ in records if about["key"] == ON_DISK)
+    pieces = Counter(chunk for chunk, description, _ in records if description["key"] == ON_DISK)
     places = {member.actor: member.place for member in cluster.members.values()}
     holdings, order = cluster.holdings(), list(places)
     hosting = {process for processes in holdings.values() for process in processes}
@@ -115,10 +117,10 @@ def second_copies(cluster: Cluster, number: int, records: Iterable[Record]) -> R
 
 def snapshot_in(state: Mapping[str, torch.Tensor]) -> int:
     """Return the number of the snapshot on disks that is part of a state by "parameter/key"; 0 where none is."""
-    found = [
+    values = [
         v for name, v in state.items() if name.startswith(TABLES) and name.endswith(f"/{ON_DISK}")
     ]
-    return snapshot_of(found) if found else 0
+    return snapshot_of(values) if values else 0
 
 
 def carry_rows(cluster: Cluster, number: int) -> None:
@@ -142,7 +144,9 @@ def carry_rows(cluster: Cluster, number: int) -> None:
         ):
             continue
         having = {
-            p: found[chunk] for p, found in zip(processes, answers, strict=True) if chunk in found
+            p: snapshots[chunk]
+            for p, snapshots in zip(processes, answers, strict=True)
+            if chunk in snapshots
         }
         if not having:
             raise PeerLostError(

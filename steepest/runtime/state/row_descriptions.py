@@ -62,19 +62,21 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
     read: SharedState = cluster.wait(future, f"what is known of rows of table {name!r}")
     state, _ = assemble(cluster.job.description.layout, read.records)
     arrays = by_shard(state)
-    found = []
+    descriptions = []
     for each, shard in zip(checked.tolist(), shards.tolist(), strict=True):
-        about = arrays[dealing.chunk(group, shard) - dealing.first]
-        rows, version = state_of_arrays(about), int(about["updates"])
+        shard_state = arrays[dealing.chunk(group, shard) - dealing.first]
+        rows, version = state_of_arrays(shard_state), int(shard_state["updates"])
         at = np.flatnonzero((rows.ids == each) & (rows.tables == number))
         if len(at):
             one = int(at[0])
             values, slots = torch.tensor(rows.values[one]), torch.tensor(rows.slots[one])
             known = int(rows.sightings[one]), int(rows.written[one])
-            found.append(RowDescription(each, True, values, slots, *known, version))
+            descriptions.append(RowDescription(each, True, values, slots, *known, version))
             continue
         counted = rows.counted[(rows.counted_ids == each) & (rows.counted_tables == number)]
-        answered = values_without_rows(table, np.array([each]), int(about["seed"]))
+        answered = values_without_rows(table, np.array([each]), int(shard_state["seed"]))
         values = torch.from_numpy(answered)[0]
-        found.append(RowDescription(each, False, values, None, int(counted.sum()), None, version))
-    return found
+        descriptions.append(
+            RowDescription(each, False, values, None, int(counted.sum()), None, version)
+        )
+    return descriptions

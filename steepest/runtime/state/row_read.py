@@ -86,16 +86,16 @@ class RowsAsTheyCome(files.RowParts):
         """
         records: list[Record] = []
         size = 0
-        for found in self._looks():
-            if found:
+        for arrived in self._looks():
+            if arrived:
                 yield {}
-            for record in found:
+            for record in arrived:
                 if record[1]["key"] == WRITTEN:
                     self._note(record)
                 else:
                     records.append(record)
                     size += record[2].nbytes
-            found.clear()
+            arrived.clear()
             if size >= _PART_BYTES:
                 yield self._part(records)
                 size = 0
@@ -178,8 +178,8 @@ def read_apart(cluster: Cluster, since: Bases | None) -> tuple[SharedState, RowR
         return client.read("state", chunks=dense), later
 
     def take(options: Options | None) -> list[Record]:
-        found: list[Record] = cluster.on_router(lambda: client.take(later, options))
-        return found
+        records: list[Record] = cluster.on_router(lambda: client.take(later, options))
+        return records
 
     def give_up() -> None:
         error = CheckpointError("the rows of a checkpoint were given up")

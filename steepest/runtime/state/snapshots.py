@@ -218,8 +218,12 @@ class Snapshots:
             self.renew_soon()  # a process that had a copy may be gone
 
     def _ask(self, version: int, *, stands: bool = False) -> None:
-        """Ask servers for their state at a version, and workers that have state of their own."""
-        # `stands`: the version is the present one and no step is granted; workers may have begun one, which is void
+        """Ask servers for their state at a version, and workers that have state of their own.
+
+        Args:
+            stands: whether the version is the present one and no step is granted; a step that workers have begun is
+                void.
+        """
         cluster, job = self._cluster, self._cluster.job
         together = job.needs_all and not stands
         workers: list[Any] = []
@@ -250,13 +254,13 @@ class Snapshots:
         if self._reader is not client:  # another coordinator begins another log
             self._reader, self._commits = client, []
         known = len(self._commits)
-        found: Future[list[Commit]]
+        commits: Future[list[Commit]]
         try:
-            found = cluster.on_router(lambda: read_log(client, known))
+            commits = cluster.on_router(lambda: read_log(client, known))
         except (PeerLostError, ShutdownError) as error:  # the job is being put together anew
-            found = Future()
-            found.set_exception(error)
-        return found
+            commits = Future()
+            commits.set_exception(error)
+        return commits
 
     def _collect(self) -> None:
         """Keep the copy that was asked for if all of it has come, and is of one version."""
@@ -326,7 +330,7 @@ class Snapshots:
         """Log, once, that copies take much of the driver's memory, or more than there is."""
         if self._told_of_size:
             return
-        values = [(about["name"], value) for _, about, value in snapshot.records]
+        values = [(description["name"], value) for _, description, value in snapshot.records]
         rows = sum(value.nbytes for name, value in values if name.startswith(TABLES))
         size = sum(value.nbytes for _, value in values)
         size += 0 if snapshot.weights is None else snapshot.weights.nbytes

@@ -69,13 +69,13 @@ def export_table(
         future = cluster.on_router(
             lambda: cluster.client.read("opaque", chunks=chunks, options=options)
         )
-        found: SharedState = cluster.wait(future, f"the rows of table {name!r}")
-        return found.records
+        shared: SharedState = cluster.wait(future, f"the rows of table {name!r}")
+        return shared.records
 
     place = [list(each) for each in since.place] if since is not None else []
     bases = [each for each in place if each[0] in chunks]
     records = read(bases)
-    covered = {chunk for chunk, about, _ in records if about["key"] == "since"}
+    covered = {chunk for chunk, description, _ in records if description["key"] == "since"}
     if bases and covered != set(chunks):  # of some shards it is not known what has changed
         records, covered = (read([]) if covered else records), set()
     return joined_rows(table, records, place if covered else None)
@@ -90,11 +90,11 @@ def joined_rows(
     parts: dict[str, list[torch.Tensor]] = {"ids": [], "values": [], "removed_ids": []}
     known: dict[int, dict[str, int]] = {}
     in_order = sorted(records, key=lambda record: (record[0], record[1]["start"]))
-    for chunk, about, value in in_order:  # parts of several servers come as they come
-        if about["key"] in parts:
-            parts[about["key"]].append(torch.from_numpy(wide(value)))
+    for chunk, description, value in in_order:  # parts of several servers come as they come
+        if description["key"] in parts:
+            parts[description["key"]].append(torch.from_numpy(wide(value)))
         else:
-            known.setdefault(chunk, {})[about["key"]] = int(value.item())
+            known.setdefault(chunk, {})[description["key"]] = int(value.item())
     ids, order = torch.cat(parts["ids"]).sort()
     removed, _ = torch.cat(parts["removed_ids"]).sort()
     place = [[chunk, each["life"], each["updates"]] for chunk, each in sorted(known.items())]

@@ -81,8 +81,8 @@ class StateTransfer:
         """
         client = self._cluster.client
         future = self._cluster.on_router(lambda: client.read(what))
-        found: SharedState = self._cluster.wait(future, "a snapshot of the weights")
-        return found
+        shared: SharedState = self._cluster.wait(future, "a snapshot of the weights")
+        return shared
 
     def weights(self) -> tuple[dict[str, torch.Tensor], int]:
         """Return parameters by name, as CPU copies, and after how many steps they are these.
@@ -92,12 +92,12 @@ class StateTransfer:
         """
         job = self._cluster.job
         layout, snapshot = job.description.layout, self.snapshot("weights")
-        found = snapshot.named(layout)
+        named = snapshot.named(layout)
         if not all(entry.trainable for entry in layout.entries):
             states = all_states(self._cluster.workers.ask)
             own = merged_states(states, job.description) if states else {}
-            found |= {name: value for name, value in own.items() if name in found}
-        return found, job.step_of(snapshot.version)
+            named |= {name: value for name, value in own.items() if name in named}
+        return named, job.step_of(snapshot.version)
 
     def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""
@@ -282,8 +282,8 @@ class StateTransfer:
 
     def _merged(self, states: Sequence[Tensors]) -> Tensors:
         """Return the state that stands for those of replicas; warn once where it cannot."""
-        about = self._cluster.job.description
-        if not self._told_of_buffers and (differing := differing_buffers(states, about)):
+        description = self._cluster.job.description
+        if not self._told_of_buffers and (differing := differing_buffers(states, description)):
             self._told_of_buffers = True
             log.warning(
                 "the buffers %.200s differ between workers, by more than a mean could stand for: state_dict() and "
@@ -293,7 +293,7 @@ class StateTransfer:
                 ", ".join(map(repr, differing)),
                 differing[0],
             )
-        return merged_states(states, about)
+        return merged_states(states, description)
 
     @owned(Moment.WHOLE)
     def ends(self) -> list[int]:
@@ -354,12 +354,12 @@ class StateTransfer:
         try:
             spec = cluster.job.description.optimizer_spec
             saved = with_tables_of(saved, spec, dealing_of(cluster.job))
-            about = saved.about
+            manifest = saved.about
             self._owner(self.buffers()[0]).check(saved, data)
-            _check_place(about, cluster.job)
-            self._unfreeze(about)
+            _check_place(manifest, cluster.job)
+            self._unfreeze(manifest)
             state = JobState.saved(saved, cluster.job, data)
-            if self._move_schedule(about):
+            if self._move_schedule(manifest):
                 state = JobState.saved(saved, cluster.job, data)
             records = read(saved.saved_rows)
             records += state.optimizer.place(cluster)
@@ -376,7 +376,7 @@ class StateTransfer:
             self.install(state, records)
         except ConfigurationError as error:
             raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
-        cluster.rates.restore(state.step, about.get("rates"), about.get("schedule"))
+        cluster.rates.restore(state.step, manifest.get("rates"), manifest.get("schedule"))
         plan = state.plan
         for epoch, blocks in () if plan is None else plan.begun:
             log.warning(
@@ -386,38 +386,40 @@ class StateTransfer:
             )  # fmt: skip
         guessed = []
         if before is not None:
-            guessed = [min(before.end_of(e), state.step) for e in range(about["epoch"])]
-        self._ends = [] if data == "new" else list(about.get("ends", guessed))
+            guessed = [min(before.end_of(e), state.step) for e in range(manifest["epoch"])]
+        self._ends = [] if data == "new" else list(manifest.get("ends", guessed))
 
     def import_rows(self, name: str, rows: Any) -> None:
         """Give rows to ids of a table, see `DistributedSGD.import_table`; no step may be going on."""
         from steepest.checkpoint.imported_rows import imported_rows
 
         dealing, table = table_of(self._cluster, name)
-        given = imported_rows(table, rows)
+        imported = imported_rows(table, rows)
         saved, _ = self.collect(None)
         with self._restoring() as restored:
-            self._place(saved, "hand", "continue", lambda _: restored.given(dealing, table, given))
+            self._place(
+                saved, "hand", "continue", lambda _: restored.given(dealing, table, imported)
+            )
             log.warning(
                 "table %r has %d imported rows, %d of them in place of others; their slots begin anew",
-                name, len(given.ids), restored.replaced,
+                name, len(imported.ids), restored.replaced,
             )  # fmt: skip
 
-    def _unfreeze(self, about: Mapping[str, Any]) -> None:
+    def _unfreeze(self, manifest: Mapping[str, Any]) -> None:
         """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
-        self._cluster.unfrozen |= frozenset(about.get("unfrozen", ()))
+        self._cluster.unfrozen |= frozenset(manifest.get("unfrozen", ()))
         if self._cluster.unfrozen != self._cluster.job.unfrozen:
             self.give_roles_anew()
 
-    def _move_schedule(self, about: Mapping[str, Any]) -> bool:
+    def _move_schedule(self, manifest: Mapping[str, Any]) -> bool:
         """Move the schedule to where it stood in a checkpoint; return whether processes got their roles anew.
 
         It stands elsewhere where steps were several updates each. Checkpoints without a number of
         updates leave it where it is.
         """
-        cluster, step = self._cluster, about["step"]
+        cluster, step = self._cluster, manifest["step"]
         updates = cluster.job.updates_before(step)
-        ahead = about.get("updates", updates) - updates
+        ahead = manifest.get("updates", updates) - updates
         if ahead:
             cluster.shift_schedule(ahead)
             self.give_roles_anew()
@@ -509,11 +511,11 @@ class StateTransfer:
         cluster, client = self._cluster, self._cluster.client
         cluster.wait(cluster.on_router(client.revoke), "the coordinator to stop the workers")
         stays = self._stays(config)
-        found = self.snapshot("standing" if stays else "state")
+        shared = self.snapshot("standing" if stays else "state")
         if stays:
-            found.holders = cluster.holdings()
-        found.log = self._commits()
-        return found
+            shared.holders = cluster.holdings()
+        shared.log = self._commits()
+        return shared
 
     def _stays(self, config: Strategy) -> bool:
         """Return whether servers keep their chunks: the model is cut alike, the kind of servers is the same."""
@@ -529,18 +531,18 @@ class StateTransfer:
         described, tables = self._cluster.job.description, dealing_of(self._cluster.job)
         spec = described.optimizer_spec
         own = spec.name, spec.state_flags(), described.samples, buffers
-        about = () if tables is None else tables.description()
+        tables_description = () if tables is None else tables.description()
         batch = described.batch_size, self._cluster.job.global_batch
         replicated = described_replicated(spec)
         return files.JobSignature(
-            described.layout, *own, about, described.fingerprint, batch, replicated
+            described.layout, *own, tables_description, described.fingerprint, batch, replicated
         )
 
 
-def _check_place(about: Mapping[str, Any], job: Job) -> None:
+def _check_place(manifest: Mapping[str, Any], job: Job) -> None:
     """Check what a checkpoint says of a job's progress; CheckpointError: this job cannot be there."""
-    described, rates = job.description, about.get("rates")
-    if unknown := set(about.get("unfrozen", ())) - described.layout.index.keys():
+    described, rates = job.description, manifest.get("rates")
+    if unknown := set(manifest.get("unfrozen", ())) - described.layout.index.keys():
         raise CheckpointError(f"it trains {sorted(unknown)!r:.100}, which the model has not")
     if rates is not None and len(rates) != (groups := len(described.optimizer_spec.groups)):
         raise CheckpointError(
@@ -548,25 +550,25 @@ def _check_place(about: Mapping[str, Any], job: Job) -> None:
         )
 
 
-def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:
+def _tensors(what: str, values: Any) -> dict[str, torch.Tensor]:
     """Return what a user gave as tensors by plain names; ConfigurationError if it is none such."""
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise ConfigurationError(
-            f"{what} is a {type(given).__name__}: give tensors by name, as weights() and "
+            f"{what} is a {type(values).__name__}: give tensors by name, as weights() and "
             "state_dict() return them"
         )
-    found = {}
-    for name, value in given.items():
+    tensors = {}
+    for name, value in values.items():
         if not isinstance(name, str):
             raise ConfigurationError(f"{what} has the name {name!r:.80}: give strings as names")
         try:
-            found[name] = torch.as_tensor(value)
+            tensors[name] = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
                 f"{what}[{name!r}] is a {type(value).__name__} that is no tensor ({error}): give "
                 "a tensor or array"
             ) from None
-    return plainly(found)
+    return plainly(tensors)
 
 
 def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:

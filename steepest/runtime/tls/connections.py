@@ -148,12 +148,14 @@ class TlsSocket(ssl.SSLSocket, EncryptedSocket):
 
     @property
     def binding(self) -> bytes:
-        """Bytes that both ends of this very TLS session have, and no other session has."""
-        # They are the caller's Finished message, a keyed hash over the whole handshake, which Python calls "tls-
-        # unique"; tls-exporter, made for this, Python's ssl does not have.
-        found = self.get_channel_binding("tls-unique")
-        assert found, "the handshake is done"
-        return found
+        """Bytes that both ends of this TLS session have, and no other session has.
+
+        They are the caller's Finished message, a keyed hash over the whole handshake ("tls-unique"); Python's ssl
+        module does not offer tls-exporter, which is made for this.
+        """
+        finished = self.get_channel_binding("tls-unique")
+        assert finished, "the handshake is done"
+        return finished
 
     def shutdown(self, how: int) -> None:
         """Shut down the socket one way; `SSLSocket.shutdown` would also end the encryption."""
@@ -217,9 +219,9 @@ class Tls:
                     end.do_handshake()
         except ssl.SSLError as error:
             message = getattr(error, "verify_message", "") or _reason(error)
-            given = "tls=True" if isinstance(identity, JobCertificate) else repr(identity)
+            setting = "tls=True" if isinstance(identity, JobCertificate) else repr(identity)
             raise ConfigurationError(
-                f"{given}: two processes with this certificate would not connect: {message}"
+                f"{setting}: two processes with this certificate would not connect: {message}"
             ) from None
 
 
@@ -234,9 +236,9 @@ def identity_of(tls: bool | TLSConfig) -> Identity | None:
     """
     if not tls:
         return None
-    found = tls if isinstance(tls, TLSConfig) else make_certificate()
-    Tls(found)
-    return found
+    identity = tls if isinstance(tls, TLSConfig) else make_certificate()
+    Tls(identity)
+    return identity
 
 
 def encryption_with(identity: Identity | None) -> Tls | None:

@@ -168,8 +168,7 @@ class HostAggregator:
     # -- gradients -----------------------------------------------------------------------------
 
     def _gather(self, source: Peer, push: Push) -> None:
-        """Keep a worker's chunk; push the sum with the last worker's."""
-        # ProtocolError: another host's worker, or version.
+        """Keep a worker's chunk; after the last worker's push the sum. ProtocolError: another host's, or version."""
         if source.index not in self._workers:
             raise ProtocolError(
                 f"worker {source.index} is not of the host of aggregator {self._index}"
@@ -197,8 +196,8 @@ class HostAggregator:
         gathering.pushes[source.index] = push  # perhaps instead of one that was taken back
         spans = self._spans
         if spans is not None:
-            about = (push.sequence, push.pulled, push.chunk, source.index)
-            spans.add(SpanKind.STAGE, spans.now(), *about)
+            place = (push.sequence, push.pulled, push.chunk, source.index)
+            spans.add(SpanKind.STAGE, spans.now(), *place)
         if len(gathering.pushes) == len(self._workers):
             began = 0.0 if spans is None else spans.now()
             pushes = {worker: gathering.pushes[worker] for worker in self._workers}
@@ -207,8 +206,10 @@ class HostAggregator:
                 spans.add(SpanKind.REDUCE, began, -1, push.pulled + 1, push.chunk)
 
     def _push_on(self, chunk: int, pushes: dict[int, Push], last: int) -> None:
-        """Push on the sum of a chunk's gradients, or each by itself, the `last` worker's first, if it is not finite."""
-        # Where that worker has taken an earlier one back, it voids the sum that the server has.
+        """Push on the sum of a chunk's gradients; if it is not finite, each by itself, the `last` worker's first.
+
+        If that worker has taken back an earlier gradient, its push voids the sum that the server has.
+        """
         weighing = [push for push in pushes.values() if push.payload is not None and push.unit]
         unit = weighing[0].unit if weighing else 0.0
         payload = weighing[0].payload if weighing else None

@@ -153,9 +153,11 @@ class BlockInt4(BlockInt8):
         """Multiply by the scales and add."""
         count, each = out.numel(), 8 // self._bits
         for payload, factor in packed:
-            scales, found = self._parts_of(payload, count)
+            scales, packed_levels = self._parts_of(payload, count)
             columns = [
-                found.bitwise_right_shift(place * self._bits).bitwise_and_((1 << self._bits) - 1)
+                packed_levels.bitwise_right_shift(place * self._bits).bitwise_and_(
+                    (1 << self._bits) - 1
+                )
                 for place in range(each)
             ]
             levels = self._levels(torch.stack(columns, dim=1).view(-1)[:count])

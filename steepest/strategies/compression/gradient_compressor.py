@@ -138,16 +138,16 @@ class GradientCompressor:
 
         The former are flat float32 tensors of the parameter's size, the latter (rank, columns).
         """
-        found: dict[str, torch.Tensor] = {}
+        residuals: dict[str, torch.Tensor] = {}
         for index, residual in self._residuals.items():
             chunk = self._layout.chunks[index]
             for piece in chunk.slices:
                 entry = self._layout.entries[piece.entry]
-                whole = found.setdefault(f"left/{entry.name}", torch.zeros(entry.numel))
+                whole = residuals.setdefault(f"left/{entry.name}", torch.zeros(entry.numel))
                 whole[piece.start : piece.stop] = residual[self._span_of(chunk, piece)]
             for number, factor in self._factors[index].items():
-                found[f"factor/{self._layout.entries[number].name}"] = factor.clone()
-        return found
+                residuals[f"factor/{self._layout.entries[number].name}"] = factor.clone()
+        return residuals
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `state` returned, of whatever chunks; empty to begin with nothing left out."""

@@ -98,19 +98,19 @@ class OwnWeights:
 
     def state(self, layout: ParameterLayout) -> dict[str, torch.Tensor]:
         """Return copies by "PARAMETER/@local" and "PARAMETER/@local_weight" (the weight, and 1 where it was pushed)."""
-        found: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
         for index, values in self.values.items():
             for piece, value in zip(layout.chunks[index].slices, values, strict=True):
                 entry = layout.entries[piece.entry]
                 if value is None:
                     continue
-                whole = found.setdefault(
+                whole = state.setdefault(
                     f"{entry.name}/{LOCAL}", torch.zeros(entry.shape, dtype=entry.dtype)
                 )
                 whole.view(-1)[piece.start : piece.stop] = value.reshape(-1)
-                about = [self.since[index], float(index in self.sent)]
-                found[f"{entry.name}/{LOCAL_WEIGHT}"] = torch.tensor(about, dtype=torch.float64)
-        return found
+                weight = [self.since[index], float(index in self.sent)]
+                state[f"{entry.name}/{LOCAL_WEIGHT}"] = torch.tensor(weight, dtype=torch.float64)
+        return state
 
     @classmethod
     def loaded(cls, layout: ParameterLayout, state: Mapping[str, torch.Tensor]) -> OwnWeights:

@@ -363,9 +363,11 @@ class LocalReplicas(Replicas):
         self.weights.copy_(self._base)
 
     def _own_turn(self, weight: float) -> int:
-        """Return the fragment to be pushed after a leased share, of samples of some weight."""
-        # That whose turn it is, unless another waits for twice as long as it would in turn: a worker whose leases come
-        # in step with the turns would push the same one again and again.
+        """Return the fragment to be pushed after a leased share, whose samples have this weight.
+
+        It is the one whose turn it is, unless another has waited twice as long as its turn takes: a worker whose leases
+        come in step with the turns would push the same fragment again and again.
+        """
         since, count = self._own_weights.since, self.layout.fragments
         of_fragments = map(self.layout.of_fragment, range(count))
         waited = [max((since.get(i, 0.0) for i in chunks), default=0.0) for chunks in of_fragments]
@@ -374,8 +376,13 @@ class LocalReplicas(Replicas):
         return longest if self.turn is None or overdue else self.turn % count
 
     def _exchange_fragment(self, turn: int, weight: float, chunk_ready: ChunkReady) -> None:
-        """Push what a fragment has changed since its last exchange, and keep the weights of the others."""
-        # weight: of the samples of this share
+        """Push a fragment's change since its last exchange, and keep the weights of the others.
+
+        Args:
+            turn: the fragment.
+            weight: of the samples of this share.
+            chunk_ready: takes the chunks.
+        """
         exchanged = self.layout.of_fragment(turn)
         own, goes_on = self._own_weights, self.delays or self._blend > 0
         for index in reversed(self._dense):
@@ -399,7 +406,9 @@ class LocalReplicas(Replicas):
             self._before, self._earlier = earlier, None
             self._go_back(earlier)
         else:
-            records = [(index, about, value.clone()) for index, about, value in self._records()]
+            records = [
+                (index, description, value.clone()) for index, description, value in self._records()
+            ]
             buffers = self._buffers() if self.delays else []
             own, schedule = self._own_weights, self._schedule.state()
             self._before = _Before(number, self._rounds, records, schedule, own, buffers)
@@ -518,8 +527,7 @@ class LocalReplicas(Replicas):
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Keep a chunk of an inner gradient, as its mean, until the backward pass has ended."""
-        # arguments: see `ChunkReady`.
+        """Keep a chunk of an inner gradient (see `ChunkReady`), as its mean, until the backward pass has ended."""
         held = self._held[index]
         if not unit:
             return
@@ -551,8 +559,7 @@ class LocalReplicas(Replicas):
         self._companion.scale(factor)
 
     def _push_difference(self, index: int, weight: float, chunk_ready: ChunkReady) -> None:
-        """Push the weights before minus the weights now of a chunk."""
-        # `weight`: of the samples behind it.
+        """Push the weights before minus the weights now of a chunk; `weight` is that of the samples behind it."""
         dtype = self.layout.chunks[index].dtype
         base, now, difference = (
             self.layout.chunk_view(vector, index).view(dtype)
@@ -566,17 +573,17 @@ class LocalReplicas(Replicas):
     def _records(self) -> list[Record]:
         """Return the inner optimizer's state of all chunks; the tensors are not copied."""
         return [
-            (index, about, value)
+            (index, description, value)
             for index, held in self._held.items()
-            for about, value in held.state()
+            for description, value in held.state()
         ]
 
     def _load(self, records: Sequence[Record]) -> None:
         """Set the inner optimizer's state to copies of some records."""
         for held in self._held.values():
             held.clear_state()
-        for index, about, value in records:
-            self._held[index].load_state(about, value.clone())
+        for index, description, value in records:
+            self._held[index].load_state(description, value.clone())
         for held in self._held.values():
             held.end_state()
 

@@ -131,10 +131,10 @@ class GroupExchange(ExchangeAround):
 
     def _program(self, own: OwnGradient) -> Program:
         """Return what the group does of a gradient: add it up, then pass on the weights that come of it."""
-        about = self._layout, self._holders, self._worker
+        arguments = self._layout, self._holders, self._worker
         push = partial(self._pushed, own.generation)
-        reduction = Reduction(*about, own, self._sums, push, checked=self._checked)
-        weights = NewWeights(*about, self._size, own, self._sums, self._made, self._brought)
+        reduction = Reduction(*arguments, own, self._sums, push, checked=self._checked)
+        weights = NewWeights(*arguments, self._size, own, self._sums, self._made, self._brought)
 
         def run() -> Program:
             self._now = reduction
@@ -198,8 +198,8 @@ class GroupExchange(ExchangeAround):
         made = event_after(payload)
         self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent, made)
         shares = 1 if len(self._holders[chunk]) == 1 else 2
-        about = self._layout.chunks[chunk]
-        size = about.nbytes // about.dtype.itemsize * self._sums.dtype(chunk).itemsize
+        spec = self._layout.chunks[chunk]
+        size = spec.nbytes // spec.dtype.itemsize * self._sums.dtype(chunk).itemsize
         self._moved += size * shares
         self._group.wake()
         return self._missing > 0
@@ -310,7 +310,7 @@ class GroupExchange(ExchangeAround):
 
     def lacks(self, key: Key | None) -> list[str]:
         """Return what is awaited, also which chunk is added up, see `Exchange`."""
-        found, now = self.inner.lacks(key), self._now
+        lacking, now = self.inner.lacks(key), self._now
         if isinstance(now, Reduction) and self._group is not None and not self.inner.lacks(None):
-            found.append(f"the sum of chunk {now.chunk} over all workers")
-        return found
+            lacking.append(f"the sum of chunk {now.chunk} over all workers")
+        return lacking

@@ -94,8 +94,7 @@ class _Mean(NamedTuple):
         return 1.0 if self.unit else unit / self.total
 
     def finish(self, elements: torch.Tensor) -> None:
-        """Make the mean of the sum."""
-        # Divided by a count, so that the mean of equal values is that value.
+        """Turn the sum into the mean: divided by a count, so that the mean of equal values is that value."""
         if self.unit and self.unit != self.total:
             elements.div_(self.total / self.unit)
 
@@ -141,10 +140,10 @@ class Sums:
     def _in(
         self, dtype: torch.dtype, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        about = self._layout.chunks[chunk]
-        size = about.nbytes // about.dtype.itemsize
+        spec = self._layout.chunks[chunk]
+        size = spec.nbytes // spec.dtype.itemsize
         if (chunk, dtype) not in self._memory:
-            count = size + len(about.slices)
+            count = size + len(spec.slices)
             self._memory[chunk, dtype] = torch.empty(count, dtype=dtype, device=self._device)
         memory = self._memory[chunk, dtype]
         return memory, memory[:size], memory[size:]
@@ -205,8 +204,8 @@ class Reduction:
             elif self._layout.chunks[chunk].nbytes <= _WITH_HEADER:
                 headers = yield from self._gather_first(chunk, handed)
             else:
-                found = yield Gather(self._own_header(handed))
-                headers = self._headers(found or [])
+                gathered = yield Gather(self._own_header(handed))
+                headers = self._headers(gathered or [])
                 yield from self._reduce(chunk, handed, headers)
         yield from self._tell_spoilt(headers)
 
@@ -217,8 +216,8 @@ class Reduction:
         weights = torch.tensor([first.unit, first.total], dtype=torch.float64)
         return torch.cat([numbers, weights.view(torch.int64)])
 
-    def _headers(self, found: list[torch.Tensor]) -> list[_GradientHeader]:
-        return [self._header(rank, values) for rank, values in enumerate(found)]
+    def _headers(self, gathered: list[torch.Tensor]) -> list[_GradientHeader]:
+        return [self._header(rank, values) for rank, values in enumerate(gathered)]
 
     def _header(self, rank: int, values: torch.Tensor) -> _GradientHeader:
         incarnation, sequence, pulled = values[:3].tolist()
@@ -237,11 +236,11 @@ class Reduction:
         memory, elements, flags = self._sums.of(chunk)
         self._contribute(chunk, handed, 1.0, elements, flags)
         header = self._own_header(handed).view(torch.uint8).to(memory.device)
-        found = yield Gather(torch.cat([header, memory.view(torch.uint8)]))
-        assert found is not None
+        gathered = yield Gather(torch.cat([header, memory.view(torch.uint8)]))
+        assert gathered is not None
         size = header.numel()
-        headers = self._headers([part[:size].view(torch.int64) for part in found])
-        parts = [part[size:].view(memory.dtype) for part in found]
+        headers = self._headers([part[:size].view(torch.int64) for part in gathered])
+        parts = [part[size:].view(memory.dtype) for part in gathered]
         mean = _Mean.of(headers)
         if mean is None:
             self._pass_on(chunk, headers, 0.0, None, None)
@@ -295,11 +294,11 @@ class Reduction:
         if not self._rooted or not self._checked:
             return
         # servers and the coordinator go on with a step that is finite meanwhile
-        found = yield Gather(
+        gathered = yield Gather(
             torch.tensor([chunk in self._spoilt for chunk in self._rooted], dtype=torch.uint8)
         )
-        assert found is not None
-        spoilt = torch.stack(found).amax(0).tolist()
+        assert gathered is not None
+        spoilt = torch.stack(gathered).amax(0).tolist()
         for chunk, is_spoilt in zip(self._rooted, spoilt, strict=True):
             if is_spoilt:
                 yield from self._each_by_itself(chunk, self._own.chunks[chunk], headers)
@@ -334,8 +333,8 @@ class Reduction:
         """Push each member's gradient of a chunk by itself, in its own dtype: their sum is not finite."""
         memory, elements, flags = self._sums.of(chunk)
         self._contribute(chunk, handed, 1.0, elements, flags)
-        found = yield Gather(memory)
-        self._push_each(chunk, headers, found or [])
+        gathered = yield Gather(memory)
+        self._push_each(chunk, headers, gathered or [])
 
     def _push_each(
         self, chunk: int, headers: list[_GradientHeader], parts: list[torch.Tensor]

@@ -291,11 +291,11 @@ class TorchGroup(ProcessGroup):
         self._doing = f"{operation.what} is added up"
         if isinstance(operation, Broadcast):
             self._doing = f"{operation.what} of worker {operation.root} is passed on"
-        given = operation.total if isinstance(operation, Reduce) else operation.value
-        value = self._backend.near(given)
+        tensor = operation.total if isinstance(operation, Reduce) else operation.value
+        value = self._backend.near(tensor)
         self._finish(self._begin(group, operation, value))
-        if value is not given:
-            given.copy_(value)
+        if value is not tensor:
+            tensor.copy_(value)
         return None
 
     def _begin(self, group: Any, operation: Reduce | Broadcast, value: torch.Tensor) -> Any:
