@@ -1,4 +1,4 @@
-"""Checks of what a user gives a `TorchModel`."""
+"""Checks of the arguments of a `TorchModel`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def check_module(module: Any) -> None:
 
 
 def chosen_buffers(chosen: Mapping[str, str] | None, module: torch.nn.Module) -> dict[str, str]:
-    """Return what stands for all replicas' values of buffers and parameters, by their names.
+    """Return how replicas' values of buffers and parameters are merged, by name.
 
     Args:
         chosen: "mean" or "first" by pattern of names, as a user gives it; the last one that fits a name counts.
         module: the user's.
 
     Raises:
-        ConfigurationError: something else, or a pattern that fits no buffer and no parameter.
+        ConfigurationError: another value, or a pattern that fits no buffer and no parameter.
     """
     if chosen is None:
         return {}
@@ -77,13 +77,13 @@ def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:
 
     Args:
         reduction: as a user gives it.
-        loss: the user's, which may say itself what it is, as `torch.nn.MSELoss(reduction="sum")`
-            does, and a partial function of `torch.nn.functional`.
+        loss: the user's, which may have a reduction of its own, such as
+            `torch.nn.MSELoss(reduction="sum")`, or a partial function of `torch.nn.functional`.
         size: number of samples of the data; None if they choose their own batches.
 
     Raises:
-        ConfigurationError: `reduction` is neither "mean" nor "sum", or is not what the loss says;
-            or sums of data that choose their own batches.
+        ConfigurationError: `reduction` is neither "mean" nor "sum", or differs from the loss' own;
+            or the data choose their own batches and losses are sums.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
@@ -106,13 +106,13 @@ def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:
 
 
 def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:
-    """Check that no embedding has sparse gradients, which would travel whole.
+    """Check that no embedding has sparse gradients, which would be sent whole.
 
     Args:
         trained: the ids of the network's trained parameters.
 
     Raises:
-        ModelError: one has.
+        ModelError: an embedding has sparse gradients.
     """
     for name, child in module.named_modules():
         has_rows = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))

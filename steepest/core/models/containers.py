@@ -1,4 +1,4 @@
-"""Containers of a batch: tuples, lists and mappings, of users' own types, too."""
+"""Containers of a batch: tuples, lists and mappings, also of users' own types."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def changed_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a tuple, list or mapping, of the same type and with the same attributes, its parts changed.
 
     Args:
-        batch: which stays as it is.
+        batch: the container, which is not changed.
         change: called with each part, or with each value of a mapping.
 
     Raises:
-        ModelError: a mapping that cannot be written to is not made from a dict, either.
+        ModelError: a mapping can neither be written to nor be made from a dict.
     """
     if isinstance(batch, MutableMapping):
         changed = copy.copy(batch)

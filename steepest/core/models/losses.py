@@ -12,7 +12,7 @@ from steepest.core.models.protocol import Share, checked_weight
 from steepest.core.models.scalars import describe
 from steepest.errors import ModelError
 
-#: Packages of which users' errors name no line.
+#: Packages whose lines errors for users do not name.
 OURS = ("torch.", "steepest.")
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's text
@@ -85,14 +85,16 @@ class Weighed(NamedTuple):
 
 
 def weigh(batch: Any, result: Any, share: Share | None, sums: bool = False) -> Weighed:
-    """Return what a batch's loss says, `result` being what `TorchModel.loss` returned.
+    """Return the loss, samples and weight of a batch.
 
     Args:
-        share: numbers of samples, None where the batch must say how many.
-        sums: losses are sums over the batch, without a weight of their own.
+        batch: the batch.
+        result: the return value of `TorchModel.loss`.
+        share: numbers of samples; None if they are read off the batch.
+        sums: whether losses are sums over the batch, without a weight of their own.
 
     Raises:
-        ModelError: it is no loss, or it is not known of how many samples.
+        ModelError: the result is no loss, or its number of samples is not known.
     """
     if isinstance(result, tuple) and (len(result) != 2 or sums):
         raise ModelError(
@@ -139,12 +141,12 @@ def with_parts(
 
 
 def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:
-    """Return the number of samples in a batch; ModelError: it does not say how many.
+    """Return the number of samples in a batch; ModelError: its arrays have several lengths.
 
     Args:
-        share: numbers of samples, None where the data choose their own batches.
-        weighed: the batch has a weight of its own, so that the number is only reported, and that of its
-            last array, a target mostly, will do.
+        share: numbers of samples; None if the data choose their own batches.
+        weighed: whether the batch has a weight of its own, so that the number is only reported, and the length of
+            its last array, usually the target, will do.
     """
     if share is not None:
         return share.samples
@@ -204,14 +206,14 @@ def _leaves(batch: Any) -> Iterator[Any]:
         yield batch
 
 
-#: why a sum is refused; takes the name of what adds up, and what to do
+#: why a sum is refused; to be formatted with the operation that adds up, and what to do
 SUMMED = (
     "the loss adds up the samples of its batch ({}) and is taken for their mean, with which the "
     "updates of two workers would be half as large as those of one: {}"
 )
-#: what is added where it is not sure that samples are added up
+#: appended if it is not certain that samples are added up
 PERHAPS = ", if its rows are samples"
-_NO_MEAN = 0.5  # a factor from which on a sum of three or more is taken for no mean
+_NO_MEAN = 0.5  # a sum of three or more samples times this factor or more is not taken for a mean
 _SUM = 2  # what torch's loss functions save for reduction="sum"
 #: nodes that leave it open how their result depends on the number of samples
 _TRANSPARENT = (
@@ -222,12 +224,12 @@ _TRANSPARENT = (
 
 
 def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
-    """Return the operation that sums a batch's samples, so that the loss grows with them, and if that is sure.
+    """Return the operation that sums a batch's samples, so that the loss grows with them, and whether that is certain.
 
-    It is for torch's loss functions, not for a `sum()`, which may be over something else; None for a mean, and
-    for a batch of one. It looks at the graph from the loss to the first operations that reduce; where a
-    division or product on the way may make a mean of a sum, nothing is found. A factor of a half or more does not
-    for three samples or more, but then it is not sure.
+    It is certain for torch's loss functions, not for a `sum()`, which may be over other elements. Return None for a
+    mean, and for a batch of one sample. The search goes from the loss to the first operations that reduce; it ends
+    at a division or product that may turn the sum into a mean. With three samples or more a factor of a half or more
+    does not, but then the result is not certain.
     """
     if samples < 2:
         return None

@@ -1,4 +1,4 @@
-"""Names of parameters and buffers, without what `torch.compile` adds to them."""
+"""Names of parameters and buffers, without the parts that `torch.compile` adds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def plain(name: str) -> str:
 
 
 def plainly(named: Iterable[tuple[str, T]] | Mapping[str, T]) -> dict[str, T]:
-    """Return what has names, by plain names."""
+    """Return named values by their plain names."""
     pairs = named.items() if isinstance(named, Mapping) else named
     return {plain(name): value for name, value in pairs}

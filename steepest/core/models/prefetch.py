@@ -22,10 +22,10 @@ class Gates:
     A pass whose weights are not all here begins with every parameter closed: an `AwaitedParameter`,
     at whose first use torch calls back. Then, or earlier, when the module that has it is entered,
     the pass waits for the weights of that parameter and opens it: it is the plain parameter again.
-    Nothing is learned and nothing of it outlasts the pass.
+    No state outlasts the pass.
 
-    Code that torch has compiled reads parameters without calling back. A pass waits for all weights
-    before it begins as soon as the process has any of that.
+    Code that torch has compiled reads parameters without calling back. Once the process has any
+    compiled code, each pass waits for all weights before it begins.
 
     Args:
         module: the network.

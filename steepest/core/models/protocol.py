@@ -48,11 +48,11 @@ def all_here(entry: int | None) -> None:
 
 
 class Share(NamedTuple):
-    """The numbers of samples of which a gradient is computed, and of which an update is made."""
+    """The numbers of samples of a batch, and of the update that it is part of."""
 
     samples: int  # of the next batch, as the job has divided its data
-    # of all batches whose mean gradient is one update; 0 where that is decided when the update is committed, which is
-    # the mean times the samples then, if the model adds them up
+    # of all batches whose mean gradient is one update; 0 if that is known only at the commit, which then multiplies
+    # the mean by its samples if the model sums over samples
     whole: int
 
 
@@ -60,8 +60,8 @@ class Where(NamedTuple):
     """The place of a batch in a job's data."""
 
     step: int  # the number of steps before
-    epoch: int | None  # None where the data choose their own batches
-    part: tuple[int, int]  # which of how many batches of the step it is
+    epoch: int | None  # None if the data choose their own batches
+    part: tuple[int, int]  # its number among the batches of the step, and their number
     # parts of the epoch's permutation that the step takes
     ranges: tuple[tuple[int, int], ...] = ()
     is_last: bool = False  # whether the step is the last one of its epoch
@@ -70,10 +70,10 @@ class Where(NamedTuple):
     leased: bool = False  # whether steps come in any order
 
     def follows(self, before: Where) -> bool:
-        """Return whether the batch may be the next one after another, all steps before it being committed."""
+        """Return whether the batch may come right after `before`, if all earlier steps are committed."""
         if self.leased or self.step > before.step:
             return True
-        # else the part of another worker, whose number this one has got meanwhile, would pass for the next one
+        # without these conditions the part of another worker, whose number this one now has, would pass
         same = before.has_more and self.step == before.step and self.ranges == before.ranges
         return same and self.part == (before.part[0] + 1, before.part[1])
 
@@ -99,9 +99,10 @@ class Computed:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics by name as plain floats (`as_number`), NaN and infinity as they are.
+    """Return metrics by name as plain floats (`as_number`), NaN and infinity included.
 
-    ModelError names what is no number.
+    Raises:
+        ModelError: a value is no number.
     """
     if not isinstance(metrics, Mapping):
         raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
@@ -122,7 +123,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
 
 
 def validate_computed(computed: Any) -> Computed:
-    """Return a model's result with plain numbers; ModelError: it is no `Computed`, or one of them is none."""
+    """Return a model's result with plain numbers; ModelError: it is no `Computed`, or has a value that is no number."""
     if not isinstance(computed, Computed):
         raise ModelError(
             f"the model computed {describe(computed)}: return a steepest.core.models.protocol.Computed"
@@ -169,7 +170,7 @@ class PastShare(NamedTuple):
     """A replica's share of a step of the job.
 
     Attributes:
-        batches: the samples of each of its batches; none where it had no samples.
+        batches: the samples of each of its batches; empty if it had no samples.
         samples: of the whole step.
         before: steps of the same epoch before it.
     """
@@ -182,8 +183,8 @@ class PastShare(NamedTuple):
 class Model(ABC):
     """One replica of a model, of any framework.
 
-    A subclass has the attributes without a value, and the abstract methods. Whatever else a model may do it does by
-    overriding what stands below them, none of which does anything here.
+    A subclass sets the attributes without a value, and defines the abstract methods. The methods below them are
+    optional: none does anything here.
 
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
@@ -193,26 +194,26 @@ class Model(ABC):
         data: the training data.
         layout: the places of all parameters in the flat vector, frozen ones included.
         optimizer_spec: the recipe of the optimizer, which servers rebuild over their chunks.
-        optimizer_state: the state that the optimizer has before the first step, None for none; set to None when
+        optimizer_state: the state of the optimizer before the first step, None for none; set to None when
             servers, or the worker's own optimizer, have it.
-        clip_norm: the greatest norm of its gradients, where the strategy says none; None for any.
-        notice: what its user should know, which the driver logs once.
-        merging: what stands for all replicas' values of some of its buffers, by names that `state` has: "mean", or
+        clip_norm: the greatest norm of its gradients, if the strategy sets none; None for any.
+        notice: a text for its user, which the driver logs once.
+        merging: how replicas' values of some of its buffers are merged, by names that `state` has: "mean", or
             "first" for worker 0's value.
         hyper: the hyperparameters of the last gradient's update, by parameter group, those that differ from
-            `optimizer_spec`; None where the schedule says all.
+            `optimizer_spec`; None if the schedule sets all.
         clip_step: the greatest norm of the last gradient's update; None for the strategy's.
-        digest: what all workers' models are to have in common in the last gradient's update; None where the model has
-            not seen the update, and nothing that it says counts. Where every worker contributes to each update, one
-            whose digests are not alike is an error, and so is one whose `hyper` or `clip_step` are not.
-        overflowed: whether the last gradient has overflowed, because the loss was multiplied by too much. Where every
-            worker contributes to each update, the update is left out if one of them says so.
-        may_take_back: whether it may find late that gradients have changed of which it has said that they are ready. It
-            may take them back before `compute_gradients` returns, and calls `ready` for every entry after that.
-        take_back: None, but while such a model computes, where calls of `ready` can be undone, a function that undoes
-            all of them.
-        reduced: the dtype in which it computes, where that is less precise than its parameters'.
-        attend: for tests: is called with router, peer and role of each server and worker that is hosted.
+        digest: values that must be the same on all workers in the last gradient's update; None if the model has
+            not seen the update, and its other values do not count. If every worker contributes to each update, an
+            update with different digests, `hyper` or `clip_step` is an error.
+        overflowed: whether the last gradient has overflowed, because the loss was multiplied by too large a factor.
+            If every worker contributes to each update, the update is left out if one gradient has overflowed.
+        may_take_back: whether gradients may change after the model has called `ready` for them. It may then take
+            them back before `compute_gradients` returns, and calls `ready` for every entry again.
+        take_back: while such a model computes, and calls of `ready` can be undone, a function that undoes all of
+            them; else None.
+        reduced: the dtype in which it computes, if that is less precise than its parameters'.
+        attend: for tests: called with router, peer and role of each server and worker that is hosted.
     """
 
     batch_size: int
@@ -261,8 +262,7 @@ class Model(ABC):
     def relayout(self, cut: ChunkSpec) -> None:
         """Plan `layout` again, cut into other chunks; `bind` is called next.
 
-        Parameters stay in the same order, but for those of `cut.unfrozen`, which are trained from
-        now on.
+        Parameters stay in the same order; those of `cut.unfrozen` are trained from now on.
         """
 
     @abstractmethod
@@ -313,15 +313,15 @@ class Model(ABC):
     def expect(self, share: Share | None) -> None:
         """Take the numbers of samples of the next batch, computed or evaluated, to weigh it.
 
-        Called before each batch; with None where the data choose their own batches, of which only
-        the batch itself can say how many samples it has.
+        Called before each batch; with None if the data choose their own batches, whose number of
+        samples only the batch itself shows.
         """
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
-        """Take the place of the next batch that it computes, or of none where it has no samples in a step.
+        """Take the place of the next batch, or of an empty one if the replica has no samples in a step.
 
         Args:
-            where: that place.
+            where: the place.
             replica: the model's number among all replicas of the job.
             replicas: their number.
         """
@@ -329,7 +329,7 @@ class Model(ABC):
     def go_on(self, version: int) -> None:
         """Note that all weights of a version are here, while no step is computed.
 
-        Called where every worker contributes to each version, which is then the number of steps committed.
+        Called if every worker contributes to each version, which is then the number of steps committed.
         """
 
     def go_on_by_itself(self) -> None:
@@ -342,33 +342,33 @@ class Model(ABC):
         """
 
     def begin_round(self, number: int, given_up: int | None) -> None:
-        """Note that a round of own updates begins, where workers do not wait for each other.
+        """Note that a round of own updates begins; called if workers do not wait for each other.
 
-        A model that overrides this sets its buffers back by itself.
+        A model that overrides this restores its buffers itself.
 
         Args:
-            number: of the rounds that the worker had begun before.
-            given_up: the number of the first of those that were given up: they are no part of the weights, and their
-                samples are dealt out anew, or in this round. None if none were.
+            number: of rounds that the worker began before.
+            given_up: the first of the rounds that were given up: they are not part of the weights, and their samples
+                are leased anew, or in this round. None if none were.
         """
 
     def decided_before(self, number: int) -> None:
-        """Note that all rounds before one, which goes on, are decided on."""
+        """Note that all rounds before the present one are decided on."""
 
     def end_round(self, epoch: int | None) -> None:
         """Note that a round is decided on, and new weights are here.
 
         Args:
-            epoch: of the job by now; None where the data choose their own batches.
+            epoch: of the job by now; None if the data choose their own batches.
         """
 
     @property
     def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
-        """What no committed update has told the driver: by time its number, its weight in means, values by name."""
+        """The reports that no committed update has carried to the driver: (number, weight in means, values by name)."""
         return ()
 
     def left_out(self) -> None:
-        """Note that the last gradient's update was left out, whoever said `overflowed`."""
+        """Note that the last gradient's update was left out, because a gradient has overflowed or is not finite."""
 
     def meet(
         self,
@@ -376,35 +376,35 @@ class Model(ABC):
         wait: Callable[[Callable[[], bool]], None],
         share_of: Callable[[int], PastShare | None],
     ) -> None:
-        """Take how values of all workers are gathered; called when the workers are known, or have changed.
+        """Take the means to gather values of all workers; called when the workers are known, or have changed.
 
         Args:
             member: a `steepest.collectives.members.MemberCollective`.
-            wait: returns when what it is given returns True, and lets messages come meanwhile.
-            share_of: returns the replica's share of a step of the job; None where it is not known.
+            wait: returns when the given function returns True; messages arrive meanwhile.
+            share_of: returns the replica's share of a step of the job; None if it is not known.
         """
 
     def forget_gathered(self) -> None:
-        """Drop what was gathered: the job goes on with other state, perhaps of an earlier step."""
+        """Drop all gathered values: the job goes on with other state, perhaps of an earlier step."""
 
     def use_reader(self, read: Callable[[], list[Record]]) -> None:
-        """Take what reads the optimizer's state; called when the job's processes are known, or have changed.
+        """Take a function that reads the optimizer's state; called when the processes are known, or have changed.
 
         Args:
-            read: returns what servers hold of the optimizer's state of dense parameters, at one version; lets messages
-                come meanwhile, and may raise what ends a wait in the middle of a step.
+            read: returns the servers' optimizer state of dense parameters, at one version. Messages arrive meanwhile;
+                it raises if a wait in the middle of a step has to end.
         """
 
     @property
     def sums_samples(self) -> bool:
-        """Whether its updates are sums over their samples, where others' are means."""
+        """Whether its updates are sums over their samples instead of means."""
         return False
 
     def reseat(self) -> str | None:
-        """Put parameters that a user's function has replaced back; return the name of one, or None."""
+        """Put back the parameters that a user's function has replaced; return the name of one, or None."""
         return None
 
 
 def overrides(model: Model, method: str) -> bool:
-    """Return whether a model does something in one of the methods that do nothing in `Model`."""
+    """Return whether a model overrides one of the optional methods of `Model`."""
     return getattr(type(model), method) is not getattr(Model, method)

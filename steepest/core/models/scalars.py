@@ -32,7 +32,7 @@ def as_number(value: Any) -> float | None:
 
 
 def describe(value: Any) -> str:
-    """Return the type, and shape and dtype, of what was given instead of a number, for errors.
+    """Return the type, and of arrays shape and dtype, of a value that is no number, for errors.
 
     Example:
         >>> describe(torch.zeros(3)), describe({"a": 1})

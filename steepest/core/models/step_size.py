@@ -1,4 +1,4 @@
-"""How many samples a step of the job has, and its seed, which a model may ask for while it is made."""
+"""The number of samples of a job's steps, and its seed, which a model may ask for while it is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepSize:
 
     batches: int = 1  # of all replicas together, with micro-batches
     samples: int | None = None  # in all; None for as many as these batches have
-    seed: int = 0  # of the job, from which first values are made
+    seed: int = 0  # of the job, for initial values
 
     def of(self, batch_size: int) -> int:
         """Return the samples of a step, where a replica's batch has `batch_size`."""

@@ -94,14 +94,14 @@ class TorchModel(Model):
     Args:
         module: the network; its parameters are moved into the library's flat vectors.
         loss: returns the mean loss of a batch (for sums see `reduction`), or several by name, whose
-            sum is minimised and which are metrics too; or (either of them, weight) where a batch
-            weighs something other than its number of samples (tokens, say). None where the
-            module's output has the loss.
+            sum is minimised and which are metrics too; or (either of them, weight) if a batch has a
+            weight other than its number of samples (tokens, say). None if the module's output has
+            the loss.
         data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or
             an iterable of batches.
         batch_size: samples per replica and step.
         optimizer: receives the module, returns a torch.optim optimizer, or a list of several over
-            disjoint parameters, all of which step. State that it has by then, as of
+            disjoint parameters, all of which step. State that it already has, as after
             `load_state_dict`, is taken over.
         metrics: functions of (output, target), each a mean over the batch, by name. The target of a
             batch that is a dict is its "labels".
@@ -115,15 +115,15 @@ class TorchModel(Model):
         loss_scale: for float16, in which small gradients vanish: the loss is multiplied by it
             before the backward pass, and gradients are divided by it as they are copied. Let the
             strategy leave overflows out (``nonfinite="skip"``).
-        reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds
-            them up. Then an update's gradient is the sum over all samples of the step (in
-            asynchronous modes of the push, under `local` of the worker's batch). The losses of
-            results and evaluations are means all the same.
-        buffers: what stands for the values of all replicas in `state_dict`, evaluations and the weights of checkpoints,
-            and for a replica that joins: their "mean", or worker 0's ("first"). By name of a buffer, or of a frozen
-            parameter that the module changes itself; or by pattern, such as ``{"*.queue": "first"}``, of which the
-            last that fits counts. Others as `steepest.core.engine.replica_states.merged_states` says: the mean of
-            frozen parameters and running statistics, else worker 0's.
+        reduction: how the loss treats the samples of a batch: "mean", or "sum" if it adds them up.
+            Then an update's gradient is the sum over all samples of the step (in asynchronous modes
+            of the push, under `local` of the worker's batch). The losses of results and evaluations
+            are still means.
+        buffers: how replicas' values are merged in `state_dict`, evaluations and the weights of checkpoints, and for a
+            replica that joins: their "mean", or worker 0's ("first"). By name of a buffer, or of a frozen parameter
+            that the module changes itself; or by pattern, such as ``{"*.queue": "first"}``, of which the last that
+            fits counts. Other values are merged by default: the mean of frozen parameters and running statistics,
+            else worker 0's.
 
     Attributes:
         optimizer_state: with which the optimizer arrived, until servers have it; None for none.
@@ -133,8 +133,8 @@ class TorchModel(Model):
         ModelError: a lazy parameter, a name used twice, nothing to train, a trained embedding with
             sparse=True.
         ConfigurationError: bad data, batch size, loss, optimizer, metrics, schedule, autocast,
-            loss scale or buffers; a loss that says that it is a sum where `reduction` says "mean"; sums of
-            data that choose their own batches.
+            loss scale or buffers; a loss with another reduction than `reduction`; sums over data that
+            choose their own batches.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -280,10 +280,10 @@ class TorchModel(Model):
     def unfrozen(self) -> frozenset[str]:
         """Return the names of frozen parameters that require a gradient by now.
 
-        Where the optimizer has not got one of them, its factory is called once more.
+        If the optimizer lacks one of them, its factory is called once more.
 
         Raises:
-            ModelError: the optimizer leaves one of them out then, too.
+            ModelError: that optimizer lacks it, too.
         """
         frozen = self._parameters.keys() - self._trainable - self._untrained
         names = frozenset(name for name in frozen if self._now(name).requires_grad)
@@ -353,15 +353,15 @@ class TorchModel(Model):
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def reseat(self) -> str | None:
-        """Make the trained parameters views of the weights again, where a user's function did not.
+        """Make the trained parameters views of the weights again, if a user's function has changed that.
 
         Returns:
-            The name of the first that was none; None if all were.
+            The name of the first parameter that was no view; None if all were.
         """
         return self._writes.reseat()
 
     def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Have gradients of a parameter collected as backward passes write them."""
+        """Collect gradients of a parameter as backward passes write them."""
         hook = self._hook(index, self._gradients[self.layout.entries[index].name])
         register = parameter.register_post_accumulate_grad_hook
         self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
@@ -437,7 +437,7 @@ class TorchModel(Model):
         try:
             return self._compute_gradients(self._to_device(batch), ready, metrics, arrive)
         finally:
-            # of a step that was given up, too, lest its graph stays beside the next one's
+            # also after a step that was given up: its graph would stay in memory beside the next one's
             self._output = None
 
     def _compute_gradients(
@@ -498,7 +498,7 @@ class TorchModel(Model):
         return weighed
 
     def _look_for_sums(self, weighed: Weighed) -> None:
-        """Check once, where several batches make an update, that the loss is a mean; ModelError: it is a sum."""
+        """Check once, if several batches make an update, that the loss is a mean; ModelError: it is a sum."""
         if self._sums or self._share is None or self._share.whole == self._share.samples:
             return
         if (operation := summed_by(weighed.loss, weighed.samples)) is not None:
@@ -509,7 +509,7 @@ class TorchModel(Model):
         self._looked_for_sums = True
 
     def _run_backward(self, loss: torch.Tensor, ready: Ready, factor: float) -> None:
-        """Compute the gradients of a loss times a factor; `ready` is called for those there are."""
+        """Compute the gradients of a loss times a factor, and call `ready` for each."""
         self._missing = {self.layout.index[name]: view for name, view in self._gradients.items()}
         for name in self._gradients:
             self._parameters[name].grad = None
@@ -661,7 +661,7 @@ class TorchModel(Model):
         return self._take_array(batch) if hasattr(batch, "__array__") else batch
 
     def _take_array(self, array: Any) -> Any:
-        """Return an array of a batch as the module gets it: as a tensor."""
+        """Return an array of a batch as a tensor for the module."""
         return torch.as_tensor(array, device=self._device)
 
 
@@ -673,7 +673,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the other names of parameters that a module has several times, by the first name."""
+    """Return the further names of parameters that a module has under several names, by the first name."""
     names = {id(parameter): plain(name) for name, parameter in module.named_parameters()}
     aliases: dict[str, tuple[str, ...]] = {}
     for full_name, parameter in module.named_parameters(remove_duplicate=False):

@@ -25,12 +25,12 @@ Holders = Mapping[str, tuple[dict[str, torch.nn.Parameter | None], str]]
 class WriteCheck:
     """A check of one model's trainable parameters, around each of its passes.
 
-    Only the optimizer changes them. What a forward pass writes to them (clamping,
-    `Embedding(max_norm=)`) would reach other replicas or not by the way in which weights travel.
-    Writes show in torch's version counters, in parameters that lie at another address, and in other
-    objects in their places, after every pass. Writes through `.data` show only when all values are
-    compared with a copy, from which they are undone: in passes 1, 2, 4, 8 and so on, and, where
-    weights are few and come at once, in each.
+    Only the optimizer changes them. Whether a forward pass' writes to them (clamping,
+    `Embedding(max_norm=)`) reach other replicas would depend on how weights travel. After every
+    pass, writes show in torch's version counters, in parameters that lie at another address, and in
+    other objects in their places. Writes through `.data` show only when all values are compared
+    with a copy, from which they are undone: in passes 1, 2, 4, 8 and so on, and in each pass if
+    weights are few and come at once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class WriteCheck:
 
     @property
     def compares(self) -> bool:
-        """Whether the next pass is compared with a copy; all weights must be here before it then."""
+        """Whether the next pass is compared with a copy, so that all weights must be here before it."""
         count = self._passes + 1
         return self._always or count & (count - 1) == 0
 
@@ -72,7 +72,7 @@ class WriteCheck:
     def refused(self) -> Iterator[None]:
         """Run a pass inside of this context.
 
-        Undo, as far as values are known, what it wrote to parameters, and raise ModelError.
+        If it wrote to parameters, undo that as far as values are known, and raise ModelError.
         """
         values = self._values
         before = values.clone() if self.compares else None
@@ -91,10 +91,7 @@ class WriteCheck:
             raise ModelError(refusal(written) + ("" if before is not None else _NOT_UNDONE))
 
     def reseat(self) -> str | None:
-        """Put parameters that lie elsewhere, or have others in their places, where they belong.
-
-        Return the first's name, or None.
-        """
+        """Restore parameters that lie at another address or were replaced; return the first one's name, or None."""
         if (name := self._find([p._version for p in self._parameters], None)) is not None:
             self._put_back()
         return name

@@ -1,4 +1,4 @@
-"""Schedulers that were made for an optimizer of the user's, and are to run with a rebuilt one."""
+"""Schedulers that were made for the user's optimizer, and run with a rebuilt one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from steepest.validation import require_count
 
 
 def check_scheduler(scheduler: Any, what: str) -> None:
-    """Check that a scheduler depends on the step alone; `what` begins the error's message about what is none.
+    """Check that a scheduler depends on the step alone.
+
+    Args:
+        scheduler: any object.
+        what: the beginning of the error's message if it is no scheduler.
 
     Raises:
         ConfigurationError: it is no scheduler of torch's, or needs a metric.
@@ -40,7 +44,7 @@ class DetachedSchedule:
         scheduler: any of torch.optim.lr_scheduler that depends on the step alone, also one that
             consists of others, before its first step.
         every: training steps from one of its steps to the next.
-        within: training steps after which `every` is counted anew; None for never.
+        within: training steps after which the count of `every` starts again; None for never.
         keep: objects to which the scheduler's functions belong, and that are not copied.
 
     Raises:
@@ -81,7 +85,7 @@ class DetachedSchedule:
         return copy.deepcopy(scheduler, replaced)
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return a copy for an optimizer of as many parameter groups, which get the scheduler's values."""
+        """Return a copy for an optimizer with as many parameter groups, which get the scheduler's values."""
         LambdaLR(optimizer, lambda step: 1.0)  # schedulers warn of an optimizer that had none
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(values))

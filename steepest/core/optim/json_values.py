@@ -31,8 +31,8 @@ def to_json(value: Any, other: Callable[[Any], int | None] = lambda value: None)
     Args:
         value: None, bool, int, float, str, list, tuple, dict, `collections.Counter` or a NumPy
             scalar; containers hold such values, and dicts have them as keys.
-        other: returns the number by which `from_json` finds a value that has no JSON; None for a
-            value that it does not know.
+        other: returns the number by which `from_json` can identify a value that has no JSON; None
+            for an unknown value.
 
     Raises:
         TypeError: it is, or holds, something else.
@@ -73,12 +73,12 @@ def from_json(text: Any, other: Callable[[int], Any] = _nothing) -> Any:
     """Return the value that `to_json` was given.
 
     Args:
-        text: what `to_json` returned, possibly after a way through JSON.
-        other: returns the value to which `to_json` gave a number; it raises ValueError where there
-            is none.
+        text: the result of `to_json`, possibly after a round trip through JSON.
+        other: returns the value to which `to_json` gave a number; it raises ValueError if there is
+            none.
 
     Raises:
-        ValueError: `to_json` returns no such thing.
+        ValueError: `text` is not a result of `to_json`.
     """
     if isinstance(text, list):
         return [from_json(each, other) for each in text]

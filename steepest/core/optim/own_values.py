@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the state of each parameter: in parameter groups, and in itself.
+"""The values that an optimizer keeps beside the state of each parameter: in parameter groups, and in itself.
 
 Schedule-free optimizers, Prodigy and D-Adaptation count steps in parameter groups, for example. Others
 count in attributes of their own.
@@ -22,14 +22,14 @@ _GROUP, _SELF = "group:", "self:"
 
 @functools.cache
 def _of_torch() -> frozenset[str]:
-    """Return the names of what any optimizer and group has, or gets from schedulers."""
+    """Return the names of values that any optimizer and group has, or gets from schedulers."""
     with without_compiler():
         bare = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     return frozenset(vars(bare)) | {"step", "_step_count", "_opt_called", "params", "param_names"}
 
 
 def _places(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return the dicts in which an optimizer keeps values of group `index`, each with what their keys begin with."""
+    """Return the dicts in which an optimizer keeps values of group `index`, each with the prefix of its keys."""
     group = optimizer.param_groups[index]
     if not isinstance(optimizer, SeveralOptimizers):
         return [(_GROUP, group), (_SELF, vars(optimizer))]
@@ -38,7 +38,7 @@ def _places(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[str, dic
 
 
 def own_values(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
-    """Return what an optimizer keeps in a parameter group and in itself, by key."""
+    """Return the values that an optimizer keeps in a parameter group and in itself, by key."""
     return {
         prefix + name: value
         for prefix, held in _places(optimizer, index)
@@ -48,11 +48,11 @@ def own_values(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
 
 
 class OwnValues:
-    """What one optimizer keeps beside the state of its parameters, and what it was given of that.
+    """The values that one optimizer keeps beside the state of its parameters, and those that were set from outside.
 
     Args:
         optimizer: as it was made.
-        given: the hyperparameters that each of its groups was given.
+        hyper_of_groups: the hyperparameters with which each of its groups was made.
     """
 
     def __init__(
@@ -68,17 +68,14 @@ class OwnValues:
         self._begun = [dict(values) for values in self._set]
 
     def give(self, index: int, name: str, value: Any) -> None:
-        """Set a group's hyperparameter, unless it is the value that was given last.
-
-        What the optimizer has made of that value stays then.
-        """
+        """Set a group's hyperparameter, unless it is the value that was set last: the optimizer may have changed it."""
         hyper = self._given[index]
         if name not in hyper or hyper[name] != value:
             self._optimizer.param_groups[index][name] = hyper[name] = value
             self._set[index][_GROUP + name] = taken(value)
 
     def changed(self, index: int) -> dict[str, Any]:
-        """Return what the optimizer has changed itself in a group, and in itself, by key."""
+        """Return the values that the optimizer has changed itself, in a group and in itself, by key."""
         before = self._set[index]
         values = own_values(self._optimizer, index)
         return {k: v for k, v in values.items() if not same(before.get(k), taken(v))}
@@ -91,7 +88,7 @@ class OwnValues:
                     held[key.removeprefix(prefix)] = value
 
     def clear(self) -> None:
-        """Undo what the optimizer has changed itself."""
+        """Undo the changes that the optimizer has made itself."""
         for index, begun in enumerate(self._begun):
             changed = self.changed(index)
             for prefix, held in _places(self._optimizer, index):
@@ -107,7 +104,7 @@ def is_own(key: str) -> bool:
 
 
 def may_be_own(key: str) -> bool:
-    """Return whether an optimizer may have a value of a key, as far as torch's own names go."""
+    """Return whether an optimizer may keep a value under a key: it must not be one of torch's own names."""
     return is_own(key) and re.sub(r"^(group:|self:(\d+\.)?)", "", key) not in _of_torch()
 
 
@@ -117,7 +114,7 @@ def group_key(name: str) -> str:
 
 
 def taken(value: Any) -> Any:
-    """Return a value in a form that stays as it is and can be compared; its identity, if need be."""
+    """Return a snapshot of a value that can be compared; its identity if it cannot be carried."""
     try:
         return {key: (part.clone(), plain) for key, (part, plain) in pack("", value).items()}
     except TypeError:

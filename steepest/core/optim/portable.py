@@ -12,7 +12,7 @@ from steepest.core.optim.json_values import from_json, to_json
 
 #: One tensor of optimizer state of one slice: the index of its chunk, its description, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
-#: A value as tensors: by key, a tensor, and whether it stands for a value that is none.
+#: A value as tensors: by key, a tensor, and whether it stands for a plain value.
 Packed = dict[str, tuple[torch.Tensor, bool]]
 
 _BITS = 63  # of an integer that fits into a tensor
@@ -35,10 +35,10 @@ def pack(key: str, value: Any) -> Packed:
 
     Args:
         key: under which the optimizer has the value.
-        value: nothing of it is copied.
+        value: is not copied.
 
     Raises:
-        TypeError: it is, or holds, something that cannot be carried; says what.
+        TypeError: it is, or holds, a value that cannot be carried, which the error names.
     """
     if isinstance(value, torch.Tensor):
         return {key: (_checked(value), False)}
@@ -68,7 +68,7 @@ def _checked(value: torch.Tensor) -> torch.Tensor:
 
 
 def pack_all(values: Mapping[Any, Any]) -> Packed:
-    """Return values by key as tensors, see `pack`; TypeError says which of them, or key, cannot be carried."""
+    """Return values by key as tensors, see `pack`; TypeError names the value or key that cannot be carried."""
     packed: Packed = {}
     for key, value in values.items():
         if type(key) is not str or "/" in key:
@@ -89,7 +89,7 @@ def is_text(value: torch.Tensor) -> bool:
 
 
 def check_packed(value: torch.Tensor) -> None:
-    """Check a tensor that stands for a value that is none; ValueError: `pack` makes no such tensor."""
+    """Check a tensor that stands for a plain value; ValueError: `pack` makes no such tensor."""
     if is_text(value):
         from_json(json.loads(value.numpy().tobytes()), lambda number: None)
     elif value.numel() != 1:
@@ -100,7 +100,7 @@ def unpack(packed: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, Any]:
     """Return values by key, as before `pack`, with tensors not copied.
 
     Raises:
-        ValueError: parts are missing, or make no sense.
+        ValueError: parts are missing or invalid.
     """
     values: dict[str, Any] = {}
     used: set[str] = set()

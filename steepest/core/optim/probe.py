@@ -22,10 +22,10 @@ Shape = tuple[int, ...]
 #: Makes an optimizer over some parameters, each with the index of its group.
 Build = Callable[[list[tuple[int, torch.nn.Parameter]]], torch.optim.Optimizer]
 
-# Sizes of gradients: norms may be clipped at any, and what is estimated grows from small values.
+# Sizes of gradients: norms may be clipped at any, and estimates grow from small values.
 _SIZES = (1.0, 1.0, 1.0, 1e3, 1e-3, 1e6, 1e-6, 1.0, 10.0, 0.1, 1.0, 1.0)
-# A rule may be another one for large dimensions, such as of 128, or after many steps, such as 100 of
-# warm-up: each of these trials is one of (largest dimension, sizes of gradients).
+# A rule may change for large dimensions, such as 128, or after many steps, such as 100 of warm-up:
+# each of these trials is (largest dimension, sizes of gradients).
 _TRIALS = ((160, _SIZES), (4, (1.0, 0.1, 10.0, 1.0) * 32))
 _SHORT_TRIALS = ((6, _SIZES[:3]),)  # of optimizers that are known to have no such rules
 _MOST_ELEMENTS = 1 << 15
@@ -33,11 +33,11 @@ _MOST_ELEMENTS = 1 << 15
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found out of an optimizer."""
+    """The dependencies of an optimizer's updates, as trials have shown them."""
 
     elementwise: bool  # each element's update depends on it alone: a tensor may be split
     coupled: bool  # whether a parameter's update depends on other parameters
-    # keys, as of `own_values`, of what a step changes beside parameters and their state
+    # keys (see `own_values`) of values that a step changes beside parameters and their state
     own: frozenset[str]
 
 
@@ -122,10 +122,12 @@ class _Trial:
         return True
 
     def changed(self) -> frozenset[str]:
-        """Return the keys of what steps changed beside parameters and their state.
+        """Return the keys of values that steps have changed beside parameters and their state.
 
-        TypeError says what cannot be carried. Afterwards `elementwise` also says whether state can be split
-        with its parameter.
+        Afterwards `elementwise` also tells whether state can be split with its parameter.
+
+        Raises:
+            TypeError: a value cannot be carried.
         """
         optimizer, changed_keys = self.whole.optimizer, set[str]()
         for group, (before, now) in enumerate(zip(self._before, self._own(), strict=True)):
@@ -141,7 +143,7 @@ class _Trial:
         return frozenset(changed_keys)
 
     def counts_alike(self, keys: frozenset[str]) -> bool:
-        """Return whether what changes does so for each parameter alone as for all together."""
+        """Return whether the values of these keys change for each parameter alone as for all together."""
         if self.coupled:
             return False
         together = self._own()
@@ -166,7 +168,7 @@ def try_optimizer(
             sizes and for all steps, and to keep nothing but tensors and numbers.
 
     Raises:
-        ConfigurationError: it cannot be made or stepped, or keeps what cannot be carried.
+        ConfigurationError: it cannot be made or stepped, or keeps a value that cannot be carried.
     """
     elementwise, coupled, own = True, False, frozenset[str]()
     for largest, sizes in _SHORT_TRIALS if is_known else _TRIALS:

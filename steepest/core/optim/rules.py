@@ -1,4 +1,4 @@
-"""Parameters that have a rule of their own for their updates, beside the model's optimizer."""
+"""Parameters that are updated by rules of their own instead of the model's optimizer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from steepest.core.optim.torch_without_compiler import take_step
 
 
 class Rule(Protocol):
-    """How a parameter is updated that the model's optimizer does not have; hashable, and the same in all processes."""
+    """The update of a parameter that is not in the model's optimizer; hashable, and the same in all processes."""
 
     @property
     def lr(self) -> float:
-        """The learning rate, as long as no schedule is followed."""
+        """The learning rate, unless a schedule is followed."""
 
     @property
     def follows(self) -> int | None:
-        """The parameter group of the model's optimizer whose learning rate, over its first one, is a factor of `lr`."""
+        """The optimizer's parameter group whose relative learning rate scales `lr`; None to follow none."""
 
     def prepare(self) -> None:
-        """Do what takes long, such as compilation, before the first update."""
+        """Do slow preparations, such as compilation, before the first update."""
 
     def update(
         self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], factor: float
@@ -31,8 +31,8 @@ class Rule(Protocol):
 
         Args:
             values: of the whole parameter.
-            gradient: of its shape, which does not change.
-            state: what the rule keeps of it, tensors; empty before the first update.
+            gradient: of its shape; must not be changed.
+            state: tensors that the rule keeps for the parameter; empty before the first update.
             factor: of the learning rate.
         """
 
@@ -49,8 +49,8 @@ class ByRules(torch.optim.Optimizer):
 
     Args:
         parameters: with their rules.
-        first: by parameter, the learning rate at which a schedule begins that it follows; its rule's
-            where it follows none.
+        first: by parameter, the initial learning rate of the schedule that it follows; its rule's
+            if it follows none.
     """
 
     keeps_gradients = True
@@ -82,7 +82,7 @@ class ByRules(torch.optim.Optimizer):
 
 
 class WithRules(torch.optim.Optimizer):
-    """An optimizer of torch's, and rules of other parameters, as one optimizer of the parameters of one chunk.
+    """A torch optimizer, and rules of other parameters, as one optimizer of the parameters of one chunk.
 
     Args:
         optimizer: torch's; its parameter groups come first.

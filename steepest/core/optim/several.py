@@ -14,7 +14,7 @@ from steepest.errors import ConfigurationError
 #: A group's hyperparameter: the index of its optimizer.
 WHICH = "optimizer"
 
-#: What to do where each of several optimizers has a schedule.
+#: What to do if each of several optimizers has a schedule.
 ONE_SCHEDULE = (
     "lr_scheduler= makes one scheduler, for one optimizer that has the parameter groups of all: give "
     "each group a function of its own, as in torch.optim.lr_scheduler.LambdaLR(optimizer, [first, "
@@ -45,10 +45,10 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @classmethod
     def of(cls, optimizers: Sequence[Any]) -> SeveralOptimizers:
-        """Return optimizers that a user made as one.
+        """Return a user's optimizers as one.
 
         Raises:
-            ConfigurationError: one is none, or two have the same parameter.
+            ConfigurationError: one is no optimizer, or two have the same parameter.
         """
         makers, groups, seen = [], [], set[int]()
         for index, optimizer in enumerate(optimizers):

@@ -29,7 +29,7 @@ from steepest.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 Hyperparameters = dict[str, Any]
-#: What a schedule goes on from, JSON-able; see `Schedule.state`.
+#: The state from which a schedule continues, JSON-able; see `Schedule.state`.
 ScheduleState = dict[str, Any]
 
 #: Greatest size of a step's hyperparameters, and of a schedule's state, as JSON: one message.
@@ -37,7 +37,7 @@ MOST_BYTES = 1 << 20
 _MANY_GROUPS = 2500  # the hyperparameters of fewer groups are smaller than that in any case
 _CATCH_UP = 400_000  # calls of a scheduler, times groups, in one turn: a fraction of a second
 _TRIED_STEPS = 4
-# what was found of optimizers with the same hyperparameters and shapes, such as those of replicas
+# findings by optimizer, hyperparameters and shapes, which replicas have in common
 _FOUND: dict[Any, Findings] = {}
 _MOST_FOUND = 32
 _STATELESS_FLAGS = (
@@ -46,9 +46,9 @@ _STATELESS_FLAGS = (
 
 
 def stateful(flags: Mapping[str, bool]) -> dict[str, bool]:
-    """Return those of `state_flags` that are on and change what state is kept, whichever version of torch told them.
+    """Return those of `state_flags` that are on and change which state is kept, in any version of torch.
 
-    An optimizer of another version of torch may lack a switch, which is off there.
+    An optimizer of another version of torch may lack a switch, which then counts as off.
     """
     return {
         key: on for key, on in flags.items() if on and key.split(".", 1)[1] not in _STATELESS_FLAGS
@@ -67,16 +67,16 @@ class OptimizerSpec:
             may be split over servers; found by trying.
         coupled: whether a parameter's update depends on other parameters, so that one server has to
             update all of them together; found by trying.
-        own: the keys, as of `steepest.core.optim.own_values`, of what a step changes beside parameters
-            and their state, such as a count in a parameter group; found by trying.
+        own: the keys (see `steepest.core.optim.own_values`) of values that a step changes beside
+            parameters and their state, such as a count in a parameter group; found by trying.
         lr_scheduler: makes a torch scheduler for an optimizer; stepped once per training step.
         learning_rate: instead of `lr_scheduler`, the learning rate of every group as a function of
             the step.
         schedule_id: identifies a scheduler whose state can be carried, as far as its first steps
-            tell it from another; empty if there is none, or if it can only be computed from its
+            distinguish it from another; empty if there is none, or if it can only be computed from its
             beginning.
-        ruled: parameters that are in no group, because they have rules of their own; they lie in chunks
-            apart from the others, whole, or with all others in one, see `joins`.
+        ruled: parameters that are in no group, because they have rules of their own; they lie whole in
+            chunks apart from the others, or with all others in one chunk, see `joins`.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -162,7 +162,7 @@ class OptimizerSpec:
 
     @property
     def name(self) -> str:
-        """The optimizer's class name, or what its class says with a function `describe`."""
+        """The optimizer's class name, or the result of its class' function `describe`."""
         describe: Callable[[Hyperparameters], str] | None = getattr(self.cls, "describe", None)
         return self.cls.__name__ if describe is None else describe(self.defaults)
 
@@ -212,7 +212,7 @@ class OptimizerSpec:
         return findings
 
     def state_flags(self) -> dict[str, bool]:
-        """Return the switches that change what state the optimizer keeps (amsgrad, centered).
+        """Return the switches that change which state the optimizer keeps (amsgrad, centered).
 
         Returns:
             By "GROUP.NAME", the group's index and the hyperparameter's name.
@@ -227,7 +227,7 @@ class OptimizerSpec:
 
     @property
     def fixed_groups(self) -> list[tuple[tuple[str, ...], Hyperparameters]]:
-        """The groups without what the optimizer changes itself."""
+        """The groups without the values that the optimizer changes itself."""
         return [
             (names, {k: v for k, v in hyper.items() if group_key(k) not in self.own})
             for names, hyper in self.groups
@@ -248,13 +248,13 @@ class OptimizerSpec:
         return self.cls.__module__.startswith("torch.optim") and not self.together
 
     def hyperparameters(self, changed: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-        """Return the hyperparameters of each group: those of the recipe, but for the changed ones.
+        """Return the hyperparameters of each group: those of the recipe, with changes.
 
-        Left out are "fused" and "foreach", which `build` chooses for each optimizer, and what the
-        optimizer changes itself, except for its learning rate.
+        "fused" and "foreach", which `build` chooses for each optimizer, are left out, and so are values
+        that the optimizer changes itself, except its learning rate.
 
         Args:
-            changed: by group, what a schedule sets.
+            changed: by group, the values that a schedule sets.
         """
         merged = [{**own, **now} for (_, own), now in zip(self.groups, changed, strict=True)]
         return [{k: v for k, v in g.items() if self._is_set(k)} for g in merged]
@@ -262,11 +262,11 @@ class OptimizerSpec:
     def changed(
         self, groups: Sequence[Mapping[str, Any]], by_optimizer: Collection[str] = ()
     ) -> list[Hyperparameters]:
-        """Return what differs, by group, in the parameter groups of an optimizer like this one.
+        """Return, by group, the hyperparameters of a similar optimizer that differ from the recipe's.
 
         Args:
-            groups: as many as the recipe has.
-            by_optimizer: the names of those that its own steps change.
+            groups: its parameter groups, as many as the recipe has.
+            by_optimizer: names of hyperparameters that its own steps change.
         """
         changed = []
         for (_, base), group in zip(self.groups, groups, strict=True):
@@ -284,7 +284,7 @@ class OptimizerSpec:
         return changed
 
     def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:
-        """Return whether recipe and schedule set a group's hyperparameter in each step, unless the step changes it."""
+        """Return whether recipe and schedule, instead of the optimizer, set a group's hyperparameter in each step."""
         if key in ("fused", "foreach"):
             return False
         return key == "lr" or (key not in by_optimizer and group_key(key) not in self.own)
@@ -293,7 +293,7 @@ class OptimizerSpec:
     def build(
         self, slices: Sequence[tuple[str, torch.Tensor]]
     ) -> tuple[torch.optim.Optimizer, list[int]]:
-        """Return an optimizer over slices of parameters, fused where torch has that.
+        """Return an optimizer over slices of parameters, fused if torch has that.
 
         A class with ``takes_names=True`` is given (name, tensor) pairs, the others tensors.
 
@@ -338,7 +338,7 @@ class OptimizerSpec:
         return self.cls(groups, **arguments), indices
 
     def _by_rules(self, whole: Sequence[tuple[str, torch.Tensor]]) -> tuple[ByRules, list[int]]:
-        """Return what updates parameters that have rules of their own, see `build`."""
+        """Return the optimizer of parameters that have rules of their own, see `build`."""
         rules = dict(self.ruled)
         parameters = [(tensor, rules[name]) for name, tensor in whole]
         indices = [-1 if rule.follows is None else rule.follows for _, rule in parameters]
@@ -364,7 +364,7 @@ class OptimizerSpec:
 
 
 class Schedule:
-    """The hyperparameters of each step, as a pure function of the step, whatever was asked before.
+    """The hyperparameters of each step, as a pure function of the step, independent of earlier calls.
 
     The scheduler is stepped once per training step, as in ``optimizer.step(); scheduler.step()``.
     An earlier step than the one before is computed from the beginning.
@@ -390,8 +390,9 @@ class Schedule:
         """Return the hyperparameters of a step that differ from the recipe's, by group.
 
         Raises:
-            ConfigurationError: no finite learning rate, one that needs more than the step, or changes that
-                fit into no message; also what the user's schedule raises.
+            ConfigurationError: a learning rate is not finite or needs more than the step, or the changes are too
+                large for a message.
+            Exception: whatever the user's schedule raises.
         """
         spec, step = self._spec, self._count(step)
         if spec.learning_rate is not None:
@@ -464,10 +465,7 @@ class Schedule:
             self._by_optimizer |= {k for k, v in group.items() if old.get(k) is not v}
 
     def state(self) -> ScheduleState | None:
-        """Return JSON-able state of `MOST_BYTES` at most, from which `load_state` continues.
-
-        None: it cannot be carried.
-        """
+        """Return JSON-able state of `MOST_BYTES` at most, from which `load_state` continues; None if it has none."""
         if not self._spec.schedule_id or self._scheduler is None or self._optimizer is None:
             return None
         groups = []
@@ -497,7 +495,7 @@ class Schedule:
     def load_state(self, state: ScheduleState | None) -> None:
         """Continue from another schedule's state, if it is the state of the same schedule.
 
-        Otherwise, and where the scheduler refuses it, `at` computes the steps from the beginning.
+        Otherwise, or if the scheduler refuses the state, `at` computes the steps from the beginning.
 
         Args:
             state: as `state` returned it, or None.
@@ -590,7 +588,7 @@ def _lively(hyper: Hyperparameters) -> Hyperparameters:
 
 
 def _in_text(hyper: Hyperparameters) -> Any:
-    """Return what is equal for hyperparameters that are equal; something of its own, where need be."""
+    """Return a key that is equal for equal hyperparameters; a unique object if they have no text."""
     classes: list[type] = []
 
     def number(value: Any) -> int | None:
@@ -604,7 +602,7 @@ def _in_text(hyper: Hyperparameters) -> Any:
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Check that nothing is registered with an optimizer that the rebuilt one would lack; else ConfigurationError."""
+    """Check that an optimizer has no hooks, which the rebuilt one would lack; ConfigurationError otherwise."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     if any(getattr(optimizer, name, None) for name in names):
         raise ConfigurationError(

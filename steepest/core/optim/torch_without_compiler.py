@@ -43,9 +43,9 @@ def without_compiler() -> Iterator[None]:
 
 
 def spare_compiler() -> None:
-    """From now on, keep optimizers from importing torch's compiler where they are made, cleared, saved or loaded.
+    """From now on, keep optimizers from importing torch's compiler when they are made, cleared, saved or loaded.
 
-    Where it is imported for something else, nothing is different.
+    If it is imported for something else, it works as usual.
     """
     for name in (_NAME, "zero_grad", "state_dict", "load_state_dict"):
         plain: Any = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
@@ -54,7 +54,7 @@ def spare_compiler() -> None:
 
 
 def _until_imported(plain: Any) -> Callable[..., Any]:
-    """Return what calls a function as it is, until the compiler is there to be told that it leaves it alone."""
+    """Return a function that calls `plain`, and disables the compiler for it as soon as that is imported."""
 
     def run(*arguments: Any, **named: Any) -> Any:
         disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
@@ -80,7 +80,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _plain_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """Return `step` of torch's optimizers and ours without wrappers; None of others."""
+    """Return `step` of torch's optimizers and ours without wrappers; None for others."""
     if not kind.__module__.startswith(("torch.optim.", "steepest.")):
         return None
     step: Any = kind.step
