@@ -1,7 +1,7 @@
-"""What the system gives a process: a clock, threads, waits, chance. Python's own, or a simulation's.
+"""A process' clock, threads, waits and random numbers: Python's own, or a simulation's.
 
-Code that looks at a clock, waits, or starts a thread asks `system()`, in whatever process it runs: a
-role, a stream of data, a loop of the user's have no other way to it. A simulation uses one of its own.
+All code of the package that reads a clock, waits, or starts a thread uses `system()`, so that a
+simulation can replace it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MOST_SECONDS = 2.0
 
 
 class RunningClock:
-    """Seconds that do not go back; time in which the process did not run is no part of them.
+    """A monotonic clock in seconds that does not count time in which the process did not run.
 
-    So whoever was stopped and goes on takes its own absence for nobody else's silence: each deadline is as far away as
-    it was. A thread beats while the process runs; without it, before `follow` and in a forked child, all time counts.
-    Any thread may ask.
+    So a process that was stopped and goes on does not take its own absence for the silence of others: each deadline is
+    as far away as before. A thread beats while the process runs; without it, before `follow` and in a forked child,
+    all time counts. Any thread may read it.
 
     Args:
-        raw: seconds that do not go back, all of them.
+        raw: a monotonic clock in seconds that counts all time.
     """
 
     def __init__(self, raw: Callable[[], float] = time.monotonic) -> None:
@@ -52,14 +52,14 @@ class RunningClock:
         return (raw if raw < last else last) - absent
 
     def beat(self) -> float:
-        """Note that the process runs; return for how many seconds it has not."""
+        """Note that the process runs; return the seconds for which it did not."""
         (last, absent), raw = self._state, self._raw()
         more = max(raw - last, 0.0)
         self._state = raw + MOST_SECONDS, absent + more
         return more
 
     def follow(self, start: Callable[[Callable[[], object], str], object]) -> None:
-        """Have a thread beat from now on, which is started with its body and a name; once in a process."""
+        """Have a thread beat from now on; `start` starts it, given its body and a name. Once in a process."""
         if self._followed_by != (here := os.getpid()):
             self._followed_by = here
             self.beat()
@@ -74,7 +74,7 @@ class RunningClock:
         self._state = math.inf, self._state[1]
 
     def _beat_on(self) -> None:
-        """Beat, as long as the process is there."""
+        """Beat until the process ends."""
         while True:
             time.sleep(_PAUSE_SECONDS)
             self.beat()
@@ -110,7 +110,7 @@ class ThreadEvent(Protocol):
         """Return whether it is set."""
 
     def set(self) -> None:
-        """Set it; those who wait go on."""
+        """Set it; waiting threads go on."""
 
     def clear(self) -> None:
         """Reset it."""
@@ -152,14 +152,14 @@ class Queue(Protocol[T]):
 
 
 class System(Protocol):
-    """A clock, threads, waits and chance; any thread may use all of it."""
+    """A clock, threads, waits and random numbers; any thread may use it."""
 
     @property
     def chance(self) -> random.Random:
-        """What is drawn by chance, such as tokens."""
+        """The generator of random values such as tokens."""
 
     def now(self) -> float:
-        """Return the time in seconds, on a clock that does not go back, nor on while the process is stopped."""
+        """Return the time in seconds, on a monotonic clock that stands still while the process is stopped."""
 
     def time(self) -> float:
         """Return the seconds since the epoch."""
@@ -168,10 +168,10 @@ class System(Protocol):
         """Let the calling thread wait."""
 
     def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
-        """Start a thread that runs a function; RuntimeError where the interpreter ends."""
+        """Start a thread that runs a function; RuntimeError if the interpreter is ending."""
 
     def begin(self, body: Callable[[], object]) -> None:
-        """Start a thread without a handle, and take no lock, as amid a signal or a garbage collection."""
+        """Start a thread without a handle and without taking a lock, for signal handlers and garbage collection."""
 
     def current(self) -> Any:
         """Return the calling thread, as `start` has."""

@@ -97,7 +97,7 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
 
     @property
     def codec(self) -> Codec | None:
-        """See `WithFormats`; None with a `data_plane`, for what servers are pushed is the sum."""
+        """See `WithFormats`; None with a `data_plane`, with which servers are pushed the sum."""
         return None if self.data_plane is not None else super().codec
 
     @property
@@ -118,7 +118,7 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
 
     @property
     def reduces_on_gpus(self) -> bool:
-        """Whether they do it on their GPUs."""
+        """Whether workers add up gradients on their GPUs."""
         return self.data_plane == "nccl"
 
     @property

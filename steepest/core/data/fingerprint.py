@@ -1,9 +1,9 @@
-"""A fingerprint of training data: what arrays they have, and hashes of a few rows of each.
+"""A fingerprint of training data: their arrays, and hashes of a few rows of each.
 
-It tells other data of the same length from those with which a checkpoint was written, and data of one worker from those
-of another that come in another order. Nothing is asked of a data set but the arrays, tensors and lists that it has as
-attributes: its samples may cost much to read, differ each time they are read, or not yet be there. Where arrays of two
-workers differ, samples are read, twice: an array that a data set fills as they are read is none of its order.
+It distinguishes other data of the same length from those of a checkpoint, and one worker's data from another's in
+another order. Only arrays, tensors and lists that a data set has as attributes are read: its samples may be slow to
+read, differ each time, or not exist yet. If arrays of two workers differ, samples are read, twice: an array that a data
+set fills while samples are read does not show their order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARRAYS = 64  # and as many data sets within data sets
 
 
 def fingerprint(source: Any) -> Fingerprint:
-    """Return the fingerprint of a source's data; it takes some milliseconds, however many they are."""
+    """Return the fingerprint of a source's data; it takes some milliseconds for data of any size."""
     return described(source)[0]
 
 
@@ -39,8 +39,8 @@ def described(source: Any) -> tuple[Fingerprint, RowHashes]:
     """Return the fingerprint of a source's data, and the hashes of the rows that it is made of.
 
     Args:
-        source: its attribute `contents` has the arrays or the data set; without one both are empty, as
-            those of data without arrays.
+        source: its attribute `contents` has the arrays or the data set; without it, or without arrays,
+            both results are empty.
     """
     fingerprint: Fingerprint = {}
     rows: RowHashes = {}
@@ -55,7 +55,7 @@ def described(source: Any) -> tuple[Fingerprint, RowHashes]:
 
 
 def unlike_rows(one: RowHashes, other: RowHashes) -> dict[str, list[int]]:
-    """Return the numbers of the rows compared that differ, of each array that both data have and that has such.
+    """Return the compared rows that differ, by array; arrays without any, or in one of the data only, are left out.
 
     Example:
         >>> unlike_rows({"files": {0: "a", 9: "b"}}, {"files": {0: "a", 9: "c"}})
@@ -71,10 +71,10 @@ def unlike_rows(one: RowHashes, other: RowHashes) -> dict[str, list[int]]:
 
 
 def sample_hashes(source: Any, length: int, numbers: Sequence[int]) -> list[str] | None:
-    """Return hashes of some samples of a source's data, which are read for it.
+    """Read some samples of a source's data, and return their hashes.
 
-    None if the data are not so many, or a sample cannot be read, is not made of numbers, texts and arrays, or is
-    another one when it is read once more.
+    None if the data have another length, or a sample cannot be read, does not consist of numbers, texts and arrays, or
+    differs when it is read again.
     """
     contents: Any = getattr(source, "contents", None)
     hashes = []
@@ -93,7 +93,7 @@ def sample_hashes(source: Any, length: int, numbers: Sequence[int]) -> list[str]
 
 
 def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[str]:
-    """Return in words how data differ from those of another fingerprint, as JSON has it; none without arrays."""
+    """Return in words how data differ from those of another fingerprint, read from JSON; empty without arrays."""
     if not theirs or not mine:
         return []
     words = []

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 
-#: Samples that are read together: the size of blocks that come in order, or the sizes of blocks
-#: that are shuffled; or `DRAWN`.
+#: Samples that are read together: the size of blocks that come in order, or the sizes of shuffled
+#: blocks; or `DRAWN`.
 Blocks = int | tuple[int, ...]
 
-#: Of samples that the source itself draws for each epoch: they are numbered on from one epoch to the next.
+#: For samples that the source itself draws for each epoch: their numbers continue from one epoch to the next.
 DRAWN = 0
 
 
@@ -22,16 +22,17 @@ DRAWN = 0
 class Source(Protocol):
     """The training data of a replica, from which batches are made.
 
-    A source whose samples are read in blocks has an attribute `blocks`, and one of whose epochs
-    only whole steps are taken has `drop_last=True` (see `steepest.core.data.sampler.SamplePlan`). One
-    that divides its own samples has a method `divide(replica, replicas)`, called before `open`, and
-    is opened again when its division changes, unless its attribute `divides` is False. One that can
-    begin a pass in its middle has attributes `begin` and `passes`, see
-    `steepest.core.data.streams.StreamSource`. One of which users should know something has it as
-    `notice`, logged once by the driver. One with `contents`, arrays or a data set, is told from
-    others by them, see `steepest.core.data.fingerprint`. One whose data may change between two epochs has
-    `each_epoch=True`: it is opened anew for each, with the shares of that epoch alone. One of a model that seeds all
-    random generators where it takes a batch has `model_seeds=True`: they are not kept for it as loading has left them.
+    A source may have these attributes, too:
+
+    - `blocks`: its samples are read in blocks; `drop_last=True`: its epochs have only whole steps (see
+      `steepest.core.data.sampler.SamplePlan`).
+    - `divide(replica, replicas)`: it divides its own samples. The method is called before `open`, and the source is
+      opened again when its division changes, unless its attribute `divides` is False.
+    - `begin` and `passes`: it can begin a pass in its middle, see `steepest.core.data.streams.StreamSource`.
+    - `notice`: a text for users, logged once by the driver.
+    - `contents`: arrays or a data set that identify the data, see `steepest.core.data.fingerprint`.
+    - `each_epoch=True`: its data may change between two epochs. It is opened anew for each, with only its shares.
+    - `model_seeds=True`: its model seeds all random generators when it takes a batch, so that they are not kept.
     """
 
     @property

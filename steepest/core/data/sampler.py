@@ -22,7 +22,7 @@ Ranges = tuple[tuple[int, int], ...]
 class DataPosition:
     """The place of a step in the data: an epoch, and parts of that epoch's permutation.
 
-    At least one part, and several only where samples were left over, see `SamplePlan`.
+    It has at least one part, and several only if samples were left over, see `SamplePlan`.
     """
 
     epoch: int
@@ -48,7 +48,7 @@ class DataPosition:
 class Remaining:
     """The samples still to come: a `SamplePlan`'s start_epoch, start_offset, left and begun.
 
-    `begun` has all epochs of which one part is still to come and another is not.
+    `begun` has all epochs that are partly done.
     """
 
     epoch: int = 0
@@ -65,9 +65,8 @@ class SamplePlan:
     of an epoch takes the rest, so that no step straddles epochs and each sample is seen once per
     epoch.
 
-    Where shares were committed out of order, a plan that continues begins with the samples that are
-    left over: those of earlier epochs by themselves, those of `start_epoch` together with the rest
-    of it.
+    If shares were committed out of order, a plan that continues begins with the samples that are
+    left over: those of earlier epochs by themselves, those of `start_epoch` together with its rest.
 
     Args:
         samples: in the data set.
@@ -81,8 +80,8 @@ class SamplePlan:
             ``epoch * samples`` on, in order.
         left: parts (epoch, begin, end) of the permutations of `start_epoch`, up to `start_offset`,
             and of epochs before it, that are still to come; disjoint, in order.
-        begun: (epoch, blocks) for epochs that keep the order in which they were begun, where
-            `blocks` was another.
+        begun: (epoch, blocks) for epochs that keep the order in which they were begun, with other
+            `blocks`.
         drop_last: whether samples at the end of an epoch that do not fill a step are left out of
             it. An epoch of fewer samples than `global_batch` has one step.
 
@@ -110,14 +109,14 @@ class SamplePlan:
         return self._steps(self.samples)
 
     def _steps(self, samples: int) -> int:
-        """Return the number of steps that so many samples of an epoch make."""
+        """Return the number of steps that `samples` samples of an epoch make."""
         if not self.drop_last:
             return -(-samples // self.global_batch)
         return samples // self.global_batch or int(samples == self.samples)
 
     @cached_property
     def _begun(self) -> tuple[tuple[int, Ranges, int], ...]:
-        """The epochs of which a part is to come: (epoch, that part, number of steps) of each."""
+        """The epochs with samples left over: (epoch, their parts, number of steps) of each."""
         parts: dict[int, list[tuple[int, int]]] = {}
         for epoch, begin, end in (*self.left, (self.start_epoch, self.start_offset, self.samples)):
             if begin < end:
@@ -127,7 +126,7 @@ class SamplePlan:
         )
 
     def reaching(self, step: int) -> SamplePlan | None:
-        """Return a plan that has a step before its own first one too, in the same epoch; None where none is known.
+        """Return a plan that also has a step before this plan's first one, in the same epoch; None if unknown.
 
         Example:
             >>> plan = SamplePlan(samples=10, global_batch=4, seed=0, start_step=7, start_epoch=2, start_offset=4)
@@ -193,7 +192,7 @@ class SamplePlan:
         return self.permutation(epoch)[begin:end]
 
     def _numbers(self, epoch: int, begin: int, end: int) -> Indices:
-        """Return numbers that go on from epoch to epoch."""
+        """Return numbers that continue from epoch to epoch."""
         return np.arange(epoch * self.samples + begin, epoch * self.samples + end, dtype=np.int64)
 
     def shares(
@@ -206,7 +205,7 @@ class SamplePlan:
             replica: the number of the replica, or of the first of its micro-batches.
             replicas: number of parts of a step.
             count: number of micro-batches of the replica.
-            end: the step before which they end; None for without end.
+            end: the step before which they end; None for no end.
         """
         while end is None or step < end:
             for one in range(replica, replica + count):
@@ -244,8 +243,8 @@ class SamplePlan:
         `steepest.core.protocol.sample_leases` counts them.
 
         Args:
-            following: all shares below this number are committed, except `returned`; from it on
-                none is.
+            following: all shares below this number are committed, except `returned`, and none from
+                it on.
             returned: numbers of the shares below `following` that are not committed.
             shares: pushes that make one step.
             parts: replicas (and micro-batches) over which a step is cut; a multiple of `shares`.
@@ -279,13 +278,13 @@ class SamplePlan:
 
 
 def epoch_ends(plan: SamplePlan, ends: list[int], step: int) -> list[int]:
-    """Bring the ends of epochs up to date, and return them: a fit asks several times for each step.
+    """Bring the ends of epochs up to date, and return them: a fit calls this several times for each step.
 
     Args:
         plan: the present plan.
-        ends: the first steps after epoch 0, 1, ..., for those epochs that had ended when this was
-            called before, in order. Those beyond `step` are removed, since training was set back;
-            those of the epochs that have ended since are appended.
+        ends: the first steps after epoch 0, 1, ..., for the epochs that had ended at the previous
+            call, in order. Ends beyond `step` are removed, since training was set back; ends since
+            then are appended.
         step: committed so far.
     """
     del ends[bisect_right(ends, step) :]

@@ -65,7 +65,7 @@ class ArraySource:
 
 
 class DatasetSource:
-    """A map-style data set as a source, with a DataLoader's worker processes and `collate_fn` where one was given.
+    """A map-style data set as a source, with a DataLoader's worker processes and `collate_fn` if one was given.
 
     The set has `__len__`, `__getitem__`, possibly `__getitems__`.
 
@@ -84,10 +84,10 @@ class DatasetSource:
         self._persistent: DataLoader[Any] | None = None  # with processes that stay
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Return what yields collated batches, prefetched by the loader's worker processes where it has any.
+        """Return an iterator of collated batches, prefetched by the loader's worker processes if it has any.
 
         Raises:
-            ConfigurationError: the data set has another length by now.
+            ConfigurationError: the length of the data set has changed.
         """
         if (length := len(self._dataset)) != self.size:
             raise ConfigurationError(
@@ -111,7 +111,7 @@ class DatasetSource:
             yield collate(many(each) if many is not None else [self._dataset[i] for i in each])
 
     def _processes(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader with worker processes as the user's has."""
+        """Return a loader with the same worker processes as the user's."""
         generator = torch.Generator()  # from which the loader seeds its processes
         generator.set_state(torch.get_rng_state())
         processes = DataLoader(
@@ -147,19 +147,19 @@ class IndexedStream:
 
     Blocks of samples come in the stream's order in each epoch; within a block they are shuffled
     anew. Every worker reads each block that holds samples of its own, in order, keeps the last two
-    in memory, and collates its own samples only. It begins the stream again (`make`) for a new
-    epoch, after a restore, for samples that another worker returned, and where it has no samples in
+    in memory, and collates only its own samples. It begins the stream again (`make`) for a new
+    epoch, after a restore, for samples that another worker returned, and if it has no samples in
     the next block. So with blocks of at least a step's samples, and any number of workers, each
-    worker reads all of the stream, once per epoch; with blocks much smaller than its share, little
-    more than its own, but it seeks in each step.
+    worker reads all of the stream, once per epoch; with blocks much smaller than its share it reads
+    little more than its own samples, but seeks in each step.
 
     Args:
         make: ``make(start)`` returns an iterable of samples from number `start` on (0 <= start <
             length), the same ones in the same order whenever it is called, in any process.
         length: number of samples in all.
         block: number of samples that are shuffled together; 1 leaves the stream's order as it is.
-        collate_fn: makes a batch of a list of samples; by default torch's. What costs much
-            (decoding) and what is random (augmentation) belongs here.
+        collate_fn: makes a batch of a list of samples; by default torch's. Slow work (decoding) and
+            random work (augmentation) belongs here.
 
     Raises:
         ConfigurationError: `make` cannot be called, `length` or `block` is no positive number;
@@ -190,7 +190,7 @@ class IndexedStream:
         self._reader: tuple[int, Iterator[Any]] | None = None  # number of the next sample
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yield a collated batch for each share; quick where shares come in the plan's order."""
+        """Yield a collated batch for each share; quick if shares come in the plan's order."""
         for share in shares:
             yield self._collate(
                 [self._read(i // self._block)[i % self._block] for i in share.tolist()]
@@ -228,9 +228,9 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     """Return a user's training data as a source, and the batch size.
 
     Args:
-        data: an array or tensor, a tuple of them (or a list, where they cannot be samples), a
-            map-style dataset, a DataLoader, an IndexedStream or any other `Source`, an
-            IterableDataset of samples, or an iterable of batches.
+        data: an array or tensor, a tuple of them (or a list, if they cannot be samples), a map-style
+            dataset, a DataLoader, an IndexedStream or any other `Source`, an IterableDataset of
+            samples, or an iterable of batches.
         batch_size: samples per replica and step; may be None with a DataLoader that has one, and
             with streams that yield whole batches.
 
@@ -341,7 +341,7 @@ def _check_samples(kind: str, samples: Sequence[Any]) -> None:
 
 
 def _are_numbers(value: Any, *kinds: type) -> bool:
-    """Return whether a value is a container, of some class, of plain numbers, or of such containers."""
+    """Return whether a value is a container, of one of `kinds`, of plain numbers or of such containers."""
     if not (type(value) in kinds and value):
         return False
     inner = value[0]
@@ -383,7 +383,7 @@ def batch_size_of(data: Any, batch_size: int | None) -> int | None:
     """Return `batch_size`, or else that of a DataLoader; None if there is neither.
 
     Raises:
-        ConfigurationError: both are there, and they differ.
+        ConfigurationError: there are both, and they differ.
     """
     own = data.batch_size if isinstance(data, DataLoader) else None
     if own is not None and batch_size is not None and batch_size != own:

@@ -19,9 +19,9 @@ _SKIP_SECONDS = 30.0  # a tenth of the time that a step may take by default
 
 
 class StreamPlace(NamedTuple):
-    """Where a job is in a pass over a stream, of which each step takes as many batches."""
+    """The place of a job in a pass over a stream, which has the same number of batches in each step."""
 
-    # batches of the pass, of all replicas, before the job's first step; negative where it began later
+    # batches of the pass, of all replicas, before the job's first step; negative if it began later
     base: int
     replicas: int  # that take one batch after the other
     micros: int  # batches that each replica takes in a step
@@ -29,7 +29,7 @@ class StreamPlace(NamedTuple):
     before: StreamPlace | None = None
 
     def at(self, step: int, micro: int = 0) -> int:
-        """Return how many batches of the pass, or of the one before, come before the `micro`-th batches of a step."""
+        """Return the number of batches of the pass, or of the one before, before the `micro`-th batches of a step."""
         batches = self.base + (step * self.micros + micro) * self.replicas
         if batches < 0 and self.before is not None:
             return self.before.at(step, micro)
@@ -49,13 +49,13 @@ class StreamSource:
 
     Attributes:
         contents: the data set that is divided, see `steepest.core.data.fingerprint`.
-        notice: what users should know of it.
+        notice: a text for users.
         begin: batches, those of all replicas, that the next `open` leaves out; if a pass has fewer,
             the next one leaves out the rest.
         passes: the number of passes begun.
         left_out: batches that the present pass leaves out.
-        shift: batch n of the present pass is that of replica (n + shift) modulo their number, so
-            that each pass goes on with the replica at which the one before ended.
+        shift: batch n of the present pass belongs to replica (n + shift) modulo their number, so
+            that each pass continues with the replica at which the previous one ended.
     """
 
     size: int | None = None
@@ -89,7 +89,7 @@ class StreamSource:
             self._divided.replica, self._divided.replicas = replica, replicas
 
     def open(self, shares: Iterable[Any], prefetch: bool = True) -> Iterator[Any]:
-        """Yield the iterable's own batches without end; `shares` is not used; ConfigurationError: it yields nothing."""
+        """Yield the iterable's own batches without end, ignoring `shares`; ConfigurationError: it yields nothing."""
         batches, divided = self._make(), self._divided
         begin, self.begin, self.shift = self.begin, 0, 0
         if divided is not None:
@@ -114,24 +114,24 @@ class StreamSource:
 
 
 class DividedDataset(IterableDataset[Any]):
-    """An iterable data set of which each replica, and each process of its DataLoader, takes a part.
+    """An iterable data set that is divided among replicas, and among the processes of their DataLoaders.
 
     Replicas take `block` samples in turn, and so do the processes of a replica; each reads all of
-    the data set for that. A data set (or `worker_init_fn`) that asks
-    `torch.utils.data.get_worker_info` which part it has to give is told that of the replica and the
-    process together, and all that it gives is taken.
+    the data set for that. If a data set (or `worker_init_fn`) asks
+    `torch.utils.data.get_worker_info` for its part, it gets the part of the replica and the process
+    together, and all samples that it then yields are taken.
 
     Args:
         dataset: the user's.
-        loader: that reads it. Consecutive samples that one part takes are those of its batch, and
-            samples at the end may make no batch.
+        loader: its DataLoader. Consecutive samples of one part are those of its batch, and samples
+            at the end may not make a batch.
 
     Attributes:
-        dataset: as given.
-        replica, replicas: the replica that takes its part, and how many there are.
-        begin: blocks that the next pass reads and leaves out. It does so for `_SKIP_SECONDS` at
-            most, and half the loader's timeout, and then takes its part from where it is. Not for a
-            data set that asks for its part.
+        dataset: the user's.
+        replica, replicas: the index of the replica, and the number of replicas.
+        begin: blocks that the next pass reads and leaves out, for `_SKIP_SECONDS` or half the
+            loader's timeout at most; then it takes its part from there. It is not used for a data
+            set that asks for its part.
         shift: of the next pass, see `StreamSource`.
     """
 
@@ -176,7 +176,7 @@ class DividedDataset(IterableDataset[Any]):
         self._read.fill_(number // self._block if self._drop_last else -(-number // self._block))
 
     def _is_mine(self, block: int, shift: int, info: _PartInfo) -> bool:
-        """Return whether a process takes a block, by its number since the first one taken, and the shift of these."""
+        """Return whether a process takes a block, given its number since the first one taken, and the shift."""
         turn, other = divmod(block - (self.replica - shift) % self.replicas, self.replicas)
         return other == 0 and turn % info.processes == info.process
 
@@ -193,7 +193,7 @@ class DividedDataset(IterableDataset[Any]):
 
 
 class _PartInfo:
-    """What `torch.utils.data.get_worker_info` returns to a data set that is divided."""
+    """The result of `torch.utils.data.get_worker_info` for a data set that is divided."""
 
     def __init__(self, real: Any, divided: DividedDataset) -> None:
         self.processes: int = 1 if real is None else real.num_workers
@@ -217,7 +217,7 @@ class _PartInfo:
 
 @contextlib.contextmanager
 def _told(info: _PartInfo) -> Iterator[None]:
-    """Have `torch.utils.data.get_worker_info` return another object."""
+    """Have `torch.utils.data.get_worker_info` return `info` in this context."""
     before = torch_worker._worker_info
     torch_worker._worker_info = info  # type: ignore[assignment]
     try:
@@ -227,7 +227,7 @@ def _told(info: _PartInfo) -> Iterator[None]:
 
 
 class _Initialise:
-    """A `worker_init_fn` that tells the user's which part the process has."""
+    """A `worker_init_fn` that gives the user's own one the part of the process."""
 
     def __init__(self, user: Callable[[int], None]) -> None:
         self._user = user

@@ -68,7 +68,7 @@ class AllreduceStrategy(WireStrategy):
 
     @property
     def in_workers(self) -> bool:
-        """Whether each worker's process is a server's too: it is in charge of a slice."""
+        """Whether each worker's process also hosts a server, which is in charge of a slice."""
         return True
 
     @property

@@ -89,12 +89,12 @@ class ParameterServerStrategy(ServerStrategy):
 
     @property
     def name(self) -> str:
-        """The name for which `DistributedSGD(strategy=...)` makes such a strategy."""
+        """The name by which `DistributedSGD(strategy=...)` makes such a strategy."""
         return "ps" if self.mode == "sync" else self.mode
 
     @property
     def lead(self) -> int:
-        """For "ssp": by how many steps at most a worker is ahead of the slowest."""
+        """For "ssp": the most steps by which a worker is ahead of the slowest."""
         return 3 if self.staleness is None else self.staleness
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine asks a way of training; the library's and a user's own derive from `Strategy`."""
+"""`Strategy`: what the engine asks of a way of training, the library's or a user's own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from steepest.validation import require_choice, require_count, require_positive
 class Strategy:
     """A way of training: which pushes make an update, and how they travel; what servers do, and where they are.
 
-    The engine knows no strategy by name: it asks for these properties. A strategy of one's own
-    derives from `ParameterServerStrategy` (servers have processes of their own) or
-    `AllreduceStrategy` (each worker updates a slice), and overrides some of
+    The engine knows no strategy by name: it reads these properties. To write your own strategy,
+    derive from `ParameterServerStrategy` (servers have processes of their own) or
+    `AllreduceStrategy` (each worker updates a slice), and override some of
 
     - `rule`: which of the staged gradients make the next update (`steepest.core.protocol.commit_rules`);
-    - `codec`: what a worker pushes for its gradient, and how pushes are added up;
+    - `codec`: the form in which a worker pushes its gradient, and how pushes are added up;
     - `server_optimizer`: the optimizer that servers apply to the sum;
     - `name`, which messages show.
 
@@ -48,7 +48,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """What messages show: the name of the class, unless one says otherwise."""
+        """The name in messages: by default that of the class."""
         return type(self).__name__
 
     # -- which pushes make an update -----------------------------------------------------------
@@ -60,7 +60,7 @@ class Strategy:
 
     @property
     def coordinator(self) -> type[JobCoordinator]:
-        """The class of the job's coordinator, for a rule that asks for more than which pushes are staged."""
+        """The class of the job's coordinator, for a rule that depends on more than the staged pushes."""
         return JobCoordinator
 
     @property
@@ -70,7 +70,7 @@ class Strategy:
 
     @property
     def updates_of_share(self) -> int:
-        """Those of a share of samples, of which a worker may get several at a time: all."""
+        """The updates in one share of samples: all, unless a worker may get several shares at a time."""
         return self.updates
 
     @property
@@ -80,7 +80,7 @@ class Strategy:
 
     @property
     def delay(self) -> int:
-        """Batches that a worker with weights of its own computes on before it takes in what it exchanged last."""
+        """Batches that a worker with weights of its own computes before it takes in the last exchange."""
         return 0
 
     @property
@@ -90,7 +90,7 @@ class Strategy:
 
     @property
     def blend(self) -> float:
-        """The part of such a worker's own weights in what it goes on with then; 0 for the servers' weights."""
+        """The part of the worker's own weights in the weights that it then goes on with; 0 for the servers' alone."""
         return 0.0
 
     # -- how they travel -----------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Strategy:
 
     @property
     def codec(self) -> Codec | None:
-        """What a worker pushes for its float32 gradients; None for these themselves."""
+        """The form in which workers push float32 gradients; None to push them unchanged."""
         return None
 
     @property
@@ -117,9 +117,9 @@ class Strategy:
 
     @property
     def pull_codec(self) -> Codec | None:
-        """In which form other hosts are sent what has changed of weights since they were sent them; None for weights.
+        """The form in which other hosts are sent changes of weights; None to send weights.
 
-        For a strategy whose workers are sent every version that changes a chunk.
+        It is for a strategy whose workers are sent every version that changes a chunk.
         """
         return None
 
@@ -130,18 +130,18 @@ class Strategy:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether what several workers of a host have in common leaves it and comes to it once."""
+        """Whether the gradients of a host's workers leave it as one sum, and weights come to it once."""
         return True
 
     # -- what servers do, and where they are ---------------------------------------------------
 
     def server_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """Return the optimizer that servers apply, of a model that has this one: the same."""
+        """Return the optimizer that servers apply, given the model's: by default the same."""
         return spec
 
     @property
     def nonfinite(self) -> str:
-        """What becomes of an update with NaN or infinity: "refuse", "skip" or "pass"."""
+        """The treatment of an update with NaN or infinity: "refuse", "skip" or "pass"."""
         return "refuse"
 
     @property
@@ -166,28 +166,28 @@ class Strategy:
 
     @property
     def reduces(self) -> bool:
-        """Whether workers add gradients up among themselves, and each one's own server is pushed the sum.
+        """Whether workers add up gradients among themselves, and push the sum to their own servers.
 
-        What adds them up attaches to the engine, see `Extension.around`; `in_workers`, with all of the state in each.
+        An extension adds them up, see `Extension.around`. It needs `in_workers`, and all of the state in each worker.
         """
         return False
 
     @property
     def reduces_on_gpus(self) -> bool:
-        """Whether those of `reduces` do it on the GPUs of their models, which each has for itself.
+        """Whether workers add up gradients (see `reduces`) on the GPUs of their models, one for each worker.
 
-        Weights, the sum of gradients and the optimizer's state lie there then, and updates are made there.
+        Weights, the sum of gradients and the optimizer's state then lie there, and updates are made there.
         """
         return False
 
     @property
     def reduces_in(self) -> torch.dtype | None:
-        """The dtype in which float32 gradients are added up among workers, where they are; None for their own."""
+        """The dtype in which workers add up float32 gradients among themselves; None for float32."""
         return None
 
     @property
     def in_place(self) -> bool:
-        """Whether servers in a worker's process update the very weights that it computes with."""
+        """Whether servers in a worker's process update in place the weights that it computes with."""
         return True
 
     @property
@@ -197,7 +197,7 @@ class Strategy:
 
     @property
     def kind(self) -> str:
-        """Where the job's state lies: strategies of one kind leave it there when one follows the other."""
+        """The place of the job's state: a change between strategies of one kind leaves the state where it is."""
         if self.local:
             return "local"
         return "simple" if self.in_driver else "allreduce" if self.in_workers else "ps"
@@ -222,11 +222,11 @@ class Strategy:
         )
 
     def with_at_most(self, servers: int) -> Strategy:
-        """Return the same strategy for a job of so many servers, which are fewer than it has."""
+        """Return the same strategy for a job with fewer servers than it has."""
         return self
 
     def check_workers(self, num_workers: int) -> None:
-        """Check that a job may have so many workers; ConfigurationError: it needs more."""
+        """Check that a job may have `num_workers` workers; ConfigurationError: it needs more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ class WireStrategy(Strategy):
     """A strategy whose processes exchange gradients without the driver.
 
     Attributes:
-        chunk_bytes, nonfinite, transport: as of `ParameterServerStrategy`.
+        chunk_bytes, nonfinite, transport: see `ParameterServerStrategy`.
     """
 
     chunk_bytes: int | None = None
@@ -259,7 +259,7 @@ class ServerStrategy(WireStrategy):
     """A strategy that may have server processes.
 
     Attributes:
-        num_servers, replication: as of `ParameterServerStrategy`.
+        num_servers, replication: see `ParameterServerStrategy`.
     """
 
     num_servers: int | None = None
@@ -296,5 +296,5 @@ class ServerStrategy(WireStrategy):
         return replace(self, num_servers=require_count("num_servers", num_servers))
 
     def with_at_most(self, servers: int) -> Strategy:
-        """Return the same strategy with so many servers, and no more copies than these."""
+        """Return the same strategy with `servers` servers, and no more copies than these."""
         return replace(self, num_servers=servers, replication=min(self.replication, servers))

@@ -24,14 +24,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _LARGEST = (1 << 31) - 1
 _CANDIDATES = 64
 _PROBE_BYTES = 1 << 20
-_WORTH_KEEPING = 1 << 20  # bytes from which memory is used again
+_WORTH_KEEPING = 1 << 20  # blocks of this many bytes or more are used again
 _KEPT = 2  # blocks of one size
 _here = threading.local()
 _ALIGNMENT = 64  # as torch has it: where memory begins may decide how sums over it are rounded
 
 
 def empty_bytes(nbytes: int) -> Bytes:
-    """Return memory with anything in it, which begins on a multiple of 64 bytes."""
+    """Return uninitialised memory, aligned to 64 bytes."""
     memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -address_of(memory) % _ALIGNMENT
     return memory[start : start + nbytes]
@@ -43,12 +43,12 @@ class Recycler:
     Use it on any thread.
 
     Args:
-        make: returns new memory of so many bytes.
-        may_keep: called when a block comes back; where it returns False the block is freed.
+        make: returns new memory of a number of bytes.
+        may_keep: called when a block comes back; if it returns False the block is freed.
         least: bytes below which blocks are not kept.
         most: blocks of each size that are kept.
         rounded: whether the size of a block is the next power of two, so that it serves many sizes;
-            of memory that is mapped, what is not used takes no page.
+            the unused part of mapped memory takes no page.
 
     Example:
         >>> recycler = Recycler()
@@ -108,8 +108,8 @@ def keep_freed_memory() -> bool:
 def start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     """Start a daemon thread, if possible one that allocates from the main arena, and return it.
 
-    Arenas that ended threads have left are used up first, so threads are started until one has the
-    main arena; the others end at once.
+    A new thread first gets an arena that an ended thread has left, so threads are started until one
+    has the main arena; the others end at once.
     """
     candidates: list[tuple[threading.Thread, Future[bool]]] = []
     for _ in range(_CANDIDATES):
@@ -137,7 +137,7 @@ def _candidate(body: Callable[[], None], has_main: Future[bool], chosen: Future[
 
 
 def keeps_here() -> bool:
-    """Return whether the calling thread was started by `start_thread`; others that do its work are to be, too."""
+    """Return whether the calling thread was started by `start_thread`; threads that share its work should be, too."""
     return getattr(_here, "keeps", False)
 
 

@@ -1,4 +1,4 @@
-"""What a gradient's chunk travels as, where that is not the chunk itself; formats derive from `Codec`."""
+"""The formats in which chunks of gradients travel: subclasses of `Codec`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Packed = Sequence[tuple[Tensor, float]]
 
 
 class Codec:
-    """What a worker pushes for a float32 chunk of its gradient, and how pushes are added up.
+    """The form in which a worker pushes a float32 chunk of its gradient, and how pushes are added up.
 
-    A codec of one's own derives from it. Its methods are called on the thread of the worker's or
-    the server's router, with one chunk at a time, and must give the same bits for the same
-    arguments: that is what replays and copies of a chunk need. It has no state of its own; what a
-    worker keeps from one gradient to the next is what `pack` leaves in `values`.
+    To write your own codec, derive from this class. Its methods are called on the thread of the
+    worker's or the server's router, with one chunk at a time, and must give the same bits for the
+    same arguments, because replays and copies of a chunk depend on that. It has no state of its own;
+    a worker keeps from one gradient to the next only what `pack` leaves in `values`.
 
     Attributes:
         lossy: whether what `pack` leaves in `values` is added to the sender's next gradient. It is
             part of checkpoints.
         everywhere: whether pushes have this form inside a host and with one worker too, because it
             is part of the method; other codecs only save bytes between hosts.
-        elements: the dtype of a payload that is nothing but the chunk's elements, rounded, which servers
-            add as they are, without `add` and `finish`; None for every other form.
+        elements: the dtype of a payload that consists of the chunk's elements, rounded, which servers
+            add directly, without `add` and `finish`; None for every other form.
 
     Reference: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback).
     """
@@ -39,7 +39,7 @@ class Codec:
     elements: torch.dtype | None = None
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Return a chunk's size in bytes in this format; None where it travels as it is."""
+        """Return a chunk's size in bytes in this format; None if it travels unchanged."""
         raise NotImplementedError
 
     def pack(
@@ -50,10 +50,10 @@ class Codec:
         Args:
             layout: of the model.
             chunk: of that layout, with n elements.
-            values: (n,) float32, finite: the gradient, and of a lossy format what the one before
-                left. Of a lossy format it holds what is left for the next one afterwards.
+            values: (n,) float32, finite: the gradient, plus with a lossy format the error of the
+                previous one. Afterwards a lossy format has left the error of this one in it.
             out: flat uint8, of the format's size, overwritten.
-            factors: tensors by the number of an entry, kept from the same sender's gradient before;
+            factors: tensors by the number of an entry, kept from the same sender's previous gradient;
                 changed.
         """
         raise NotImplementedError
@@ -78,4 +78,4 @@ class Codec:
         raise NotImplementedError
 
     def finish(self, layout: ParameterLayout, chunk: Chunk, out: Tensor) -> None:
-        """Turn the sum of an update's pushes, (n,) float32, into its gradient, in place: by default it is."""
+        """Turn the sum of an update's pushes, (n,) float32, into its gradient, in place; by default do nothing."""

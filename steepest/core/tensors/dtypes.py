@@ -1,7 +1,7 @@
 """Tensors of any dtype: merged over replicas, compared and pickled.
 
-Torch computes with some of its dtypes only (it has no maximum of uint16), and what it pickles of
-others cannot be unpickled.
+Torch computes only with some of its dtypes (it has no maximum of uint16), and pickles others in a
+form that cannot be unpickled.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a), as_bytes(b))
 
 
-#: The name, among the values that a replica changes itself, of a user's loop's state: bytes, whose number changes, and
-#: which are no part of a module's state.
+#: The name of the state of a user's loop among the values that a replica changes itself: bytes, of varying number, that
+#: are not part of a module's state.
 LOOP_STATE = "steepest/loop"
 
 
 def furthest(states: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the state of the loop that has taken the most batches, of several replicas'; its first bytes say it."""
+    """Return, of several replicas' loop states, the one that has taken the most batches, as its first bytes show."""
     return max(states, key=lambda state: int.from_bytes(state[:8].numpy().tobytes(), "little"))
 
 

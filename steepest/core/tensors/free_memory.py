@@ -1,4 +1,4 @@
-"""How much memory a process may still take, and a warning before it takes more."""
+"""The memory that a process may still take, and a warning before it takes more."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ log = logging.getLogger("steepest")
 
 
 def free_bytes(machine: Path = _MACHINE, group: Path = _GROUP) -> int | None:
-    """Return how many bytes this process may take before the system ends one; None where it does not tell.
+    """Return how many bytes this process may take before the system kills a process; None if that is unknown.
 
     Args:
         machine: Linux' file of the machine's memory.
-        group: the folder of the control group (version 2) whose limit holds, if there is one, as in a container.
+        group: the folder of the control group (version 2) that limits the process, if there is one, as in a container.
     """
     line = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(machine), re.MULTILINE)
     free = [int(line[1]) << 10] if line else []
@@ -30,7 +30,7 @@ def free_bytes(machine: Path = _MACHINE, group: Path = _GROUP) -> int | None:
 
 
 def warn_if_short(needed: int, what: str, advice: str, free: int | None) -> bool:
-    """Log a warning where more bytes are needed than are free; return whether it did."""
+    """Log a warning if more bytes are needed than are free; return whether it did."""
     if free is None or needed <= free:
         return False
     log.warning(

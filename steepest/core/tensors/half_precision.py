@@ -1,4 +1,4 @@
-"""Half precision: float32 chunks travel narrow, and sums of whatever values are formed in float32 at least."""
+"""Half precision: float32 chunks travel narrow, and all sums are formed in float32 or wider."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _FP16_MAX = 65504.0
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of a dtype are added up: float32 for narrower numbers, else their own.
 
-    A sum of many bfloat16 numbers that is rounded at each of them stands still, and one of float16 overflows though the
+    A sum of many bfloat16 numbers that is rounded after each stops growing, and one of float16 overflows although the
     mean does not.
     """
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def narrow_size(dtype: torch.dtype, nbytes: int, wire: torch.dtype | None) -> int | None:
-    """Return the bytes of a narrow chunk of a dtype and size, or None where it travels as it is (as with no `wire`)."""
+    """Return the size of a chunk in half precision; None if it travels unchanged (always without `wire`)."""
     return nbytes // 2 if wire is not None and dtype is torch.float32 else None
 
 
@@ -53,9 +53,9 @@ def narrow(values: torch.Tensor, wire: torch.dtype, out: torch.Tensor) -> bool:
 
 
 def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Return, as new bytes, the values that a receiver gets of a narrow chunk: float32 as flat bytes, 4 n.
+    """Return, as new bytes, the values that the receiver of a narrow chunk gets: float32 as flat bytes, 4 n.
 
-    Those of `values` where they do not fit into the dtype `wire`.
+    They are `values` themselves if these do not fit into the dtype `wire`.
     """
     half = torch.empty(values.numel() // 2, dtype=torch.uint8)
     return (

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
-#: Bytes at whose multiples the kernels of TensorFlow and XLA want a tensor to begin.
+#: The alignment in bytes that the kernels of TensorFlow and XLA want.
 ALIGNMENT = 64
-# What a process writes to shared memory hides a whole page from it, see `shared_memory`.
+# A process' write to borrowed memory hides a whole page from it, see `shared_memory`.
 _PAGE = mmap.PAGESIZE
 _DIVISIBLE = 12  # chunks: 2, 3, 4 or 6 servers hold equally many
 
@@ -112,9 +112,9 @@ class Slice:
 class Chunk:
     """Bytes [start, stop) of the flat vector: the unit of transfer, optimizers and checkpoints.
 
-    An opaque chunk has no bytes: it stands for what servers hold in a form of its own, and
-    gradients flow for it as for others. Chunks of one fragment change in the same updates, see
-    `ParameterLayout.changed_by`.
+    An opaque chunk has no bytes: it stands for state that servers hold in another form, and
+    gradients flow for it as for other chunks. Chunks of one fragment change in the same updates,
+    see `ParameterLayout.changed_by`.
     """
 
     index: int
@@ -137,7 +137,7 @@ class Chunk:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether what it stands for is not in the flat vector."""
+        """Whether it stands for state outside of the flat vector."""
         return not self.slices
 
 
@@ -202,7 +202,7 @@ class ParameterLayout:
             fragments: parts of the trained parameters, of about equally many bytes, each of whole
                 layers; the last layers are the first part.
             apart: names of trained parameters that lie, whole, in chunks apart from the others.
-            joined: whether they lie with the others where all of one kind fit into one chunk.
+            joined: whether they lie with the others if all of one kind fit into one chunk.
 
         Raises:
             ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point;
@@ -307,7 +307,7 @@ class ParameterLayout:
         return self.of_fragment(version - 1)
 
     def of_fragment(self, turn: int) -> frozenset[int]:
-        """Return the chunks of the flat vector of a fragment; numbers go on after the last one with the first."""
+        """Return the chunks of a fragment in the flat vector; `turn` counts modulo the number of fragments."""
         return self._by_fragment[turn % len(self._by_fragment)]
 
     def of_fragments(self, turns: Iterable[int]) -> frozenset[int]:
@@ -377,7 +377,7 @@ class ParameterLayout:
         return {entry.name: self.entry_view(buffer, index).clone() for index, entry in last_first}
 
     def write(self, buffer: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write parameters by name (or alias) into a flat vector; the others stay as they are.
+        """Write parameters by name (or alias) into a flat vector; others are unchanged.
 
         Raises:
             ConfigurationError: an unknown name or another shape; nothing is written then.
@@ -466,12 +466,12 @@ def _fragments(
 
 
 def _has(group: Iterable[Entry], names: Collection[str]) -> bool:
-    """Return whether some entries have one of some names."""
+    """Return whether any entry has one of these names."""
     return any(entry.name in names for entry in group)
 
 
 def _joined(kinds: Mapping[_Kind, list[Entry]], target: int) -> dict[_Kind, list[Entry]]:
-    """Return entries by kind, those that lie apart with the others of their kind where `target` bytes are enough."""
+    """Return entries by kind; those that lie apart join the others of their kind if `target` bytes hold them all."""
     joined, step = dict(kinds), _unit(target, 1)
     for frozen, element, part, is_apart in kinds:
         others, own = (frozen, element, part, False), (frozen, element, part, True)
@@ -521,7 +521,7 @@ def _place(
 
 
 def _unit(target: int, least: int) -> int:
-    """Return the bytes of which the borders of chunks of about `target` bytes are multiples."""
+    """Return the alignment in bytes of the borders of chunks of about `target` bytes."""
     return next((unit for unit in (_PAGE, ALIGNMENT) if target >= 4 * unit), least)
 
 

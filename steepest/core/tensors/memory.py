@@ -35,7 +35,7 @@ def as_tensor(memory: Memory) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, source: Bytes) -> None:
-    """Write an array's bytes to a tensor of as many, wherever that lies; the array may be one to read alone."""
+    """Write an array's bytes to a tensor of the same size on any device; the array may be read-only."""
     if target.is_cpu:
         target.numpy()[:] = source
     else:

@@ -40,7 +40,7 @@ BOARD_BYTES = 4096  # as many payloads may be lent over one channel at a time
 REGION_BYTES = 64 << 20
 OUTBOX_BYTES = 1 << 30
 MAX_DESCRIPTORS = 64  # passed with one message
-_MANY_KEPT = 16  # payloads kept for a reader, from which on it is looked which it has returned
+_MANY_KEPT = 16  # payloads kept for a reader; from then on check which ones it has returned
 _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW: its size is fixed, so a mapping stays valid
 _GET_SEALS, _ADD_SEALS = 1034, 1033
 _PAGEMAP = "/proc/self/pagemap"  # one word for each page of this process, see proc(5)
@@ -89,7 +89,7 @@ class Segment(mmap.mmap):
 
         Args:
             descriptor: of the segment; closed in any case.
-            writable: whether to map it to write, too; otherwise what is written here stays private.
+            writable: whether to map it for writing, too; otherwise writes stay private.
 
         Raises:
             ProtocolError: the descriptor is of no sealed memory.
@@ -149,7 +149,7 @@ def lendable_if_possible(nbytes: int) -> Bytes:
 class Reusable:
     """Makes memory for a `Recycler`, that of `lendable` if possible; many blocks share a segment.
 
-    What is sent of it has a view of it until the reader has returned it.
+    A payload that lies in it is viewed until the reader has returned it.
     """
 
     def __init__(self) -> None:
@@ -220,8 +220,8 @@ def give_pages_back(memory: Memory) -> bool:
 def make_writable(memory: Memory, *, whole_pages: bool = True) -> bool:
     """Let this process write to memory that it has borrowed, and return whether it may.
 
-    What it writes is private to this process, but hides the page (4 kB) in which it lies from what
-    the owner writes there, until `forget_writes`.
+    A write is private to this process, but hides the owner's later writes to its page (4 kB) from
+    this process, until `forget_writes`.
 
     Args:
         memory: in a borrowed segment; memory of this process is writable anyway.
@@ -238,12 +238,12 @@ def make_writable(memory: Memory, *, whole_pages: bool = True) -> bool:
 
 
 def forget_writes(memory: Memory) -> list[int]:
-    """Undo what this process has written to borrowed memory.
+    """Undo this process' writes to borrowed memory.
 
-    Takes about a millisecond for each 100 MB.
+    It takes about a millisecond for each 100 MB.
 
     Returns:
-        For each page of which this changed bytes, the offset in `memory` of the first one.
+        For each page that this changed, the offset in `memory` of its first changed byte.
     """
     if (segment := _holding(_borrowed, memory)) is None:
         return []
@@ -291,7 +291,7 @@ class Lending:
         return address in self._lent
 
     def confirm(self) -> None:
-        """Free the payloads kept for readers that might not map them, where they have."""
+        """Free the payloads that were kept for readers that might not map them, and have."""
         for lender in list(self._doubting):
             lender.confirm()
 
@@ -343,7 +343,7 @@ class Lending:
 
 
 class _MappedRegion:
-    """Memory for copies, handed out in order; its beginning follows when all has come back."""
+    """Memory for copies, handed out in order, and again from its beginning once all of it has come back."""
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
@@ -388,13 +388,13 @@ class Lender:
         self._doubts: dict[int, tuple[int, bytes, Memory]] = {}
 
     def lend(self, payload: Memory, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
-        """Lend a flat uint8 payload; return the notice that says where, empty if it has to be sent.
+        """Lend a flat uint8 payload; return the notice of its place, empty if it has to be sent.
 
         A payload outside of shared memory is copied there.
 
         Args:
             to_pass: segments whose descriptors go with the notice, new ones are appended.
-            header: returns the message's header, for the case that the payload has to be sent after all.
+            header: returns the message's header, used if the payload has to be sent after all.
         """
         if not self._free or len(self._kept) >= self._collect_at:
             self.collect()

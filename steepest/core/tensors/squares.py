@@ -1,4 +1,4 @@
-"""Sums of squares, by which norms are known, and whether all elements are finite."""
+"""Sums of squares, which give norms, and show whether all elements are finite."""
 
 from __future__ import annotations
 

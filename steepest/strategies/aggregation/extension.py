@@ -16,7 +16,7 @@ from steepest.core.tensors.memory import Memory, as_tensor
 
 
 class SharedWeights(ExchangeAround):
-    """Has replicas use the aggregator's vector, where they can, and the exchange that this stands around, too.
+    """Has replicas, and the wrapped exchange, use the aggregator's vector if they can.
 
     Args:
         adopt: called with a flat vector of weights that all workers of this host share; returns whether the
@@ -47,12 +47,15 @@ class SharedWeights(ExchangeAround):
 
 
 def route_of(job: Job, worker: int) -> Callable[[int], Peer] | None:
-    """Return who takes what a worker pushes to a server: its aggregator what leaves the host; None if it has none."""
+    """Return a function from a server to the peer that takes a worker's pushes for it, its aggregator or the server.
+
+    None for a worker without an aggregator.
+    """
     hosts, codec = job.places, job.wire_formats[0]
     aggregator = hosts.aggregator_of(worker)
     if aggregator is None:
         return None
-    # With a lossy codec each worker compresses its own gradient and keeps what is left out.
+    # with a lossy codec each worker compresses its own gradient and keeps the error
     if codec is not None and (codec.lossy or codec.everywhere):
         return server_peer
     sums_up = aggregator_peer(aggregator)
@@ -60,7 +63,7 @@ def route_of(job: Job, worker: int) -> Callable[[int], Peer] | None:
 
 
 class Aggregation(Extension):
-    """Workers of a host with an aggregator: it takes what leaves the host, and has the weights that come to it."""
+    """Attaches workers to their host's aggregator, which takes pushes to other hosts and receives their weights."""
 
     def route(self, job: Job, worker: int) -> Callable[[int], Peer] | None:
         """Return `route_of` a worker."""

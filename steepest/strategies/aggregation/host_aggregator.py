@@ -46,9 +46,9 @@ class HostAggregator:
 
     It exists where every member contributes to every version, in the process of a server of the
     host. Workers push to it the chunks that servers of other hosts hold; it adds up the gradients
-    in the order of the workers and pushes the sum on. New weights come to it, each chunk once, and
-    lie in one vector, which workers that can use as their own (`Replicas.adopt`); a server in the
-    same process updates its chunks there in place. No worker reads weights at that time, because a
+    in the order of the workers and pushes the sum on. New weights come to it, each chunk once, into
+    one vector, which workers use as their own if they can (`Replicas.adopt`); a server in the same
+    process updates its chunks there in place. No worker reads weights at that time, because a
     version is committed only when all workers have reported. Used on the router's thread.
 
     Args:
@@ -57,10 +57,10 @@ class HostAggregator:
         weights: the vector (uint8, flat, of the layout's size), zeros but for the chunks of a
             server of this process.
         send: sends as the aggregator.
-        own_pending: copies what has not been sent yet of some memory, before that changes.
+        own_pending: copies the unsent part of some memory, before that changes.
         checked: whether to look for NaN and infinity, so that the server can name their workers.
-        shown: whether workers may use the vector as their own; they may not where a transport
-            sends copies of it.
+        shown: whether workers may use the vector as their own; they may not if the transport sends
+            copies of it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HostAggregator:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return memory for a payload, in the vector for weights; gradients stay where they are lent.
+        """Return memory for a payload: in the vector for weights, for gradients the lent payload itself.
 
         See `Role.destination`.
         """
@@ -132,7 +132,7 @@ class HostAggregator:
         """Do nothing: an aggregator has no deadlines of its own."""
 
     def doing(self) -> Status:
-        """Return which pushes are not here yet, see `Role.doing`."""
+        """Return which pushes the aggregator waits for, see `Role.doing`."""
         lacking = {
             chunk: set(self._workers) - gathering.pushes.keys()
             for chunk, gathering in list(self._gathering.items())
@@ -245,9 +245,10 @@ class HostAggregator:
         self._send(self._owners[chunk], host_push.pack())
 
     def _add_up(self, chunk: int, weighing: list[Push]) -> tuple[torch.Tensor, float]:
-        """Return the sum of gradients, and its unit: the first one's weight; the chunk's next sum overwrites it.
+        """Return the sum of gradients in units of the first one's weight, and that unit.
 
-        In half precision it is their mean, which overflows least: in units of their summed weight.
+        In half precision return their mean, which overflows least, in units of their summed weight. The chunk's next
+        sum overwrites the memory.
         """
         if not self._sum.numel():
             self._sum = torch.empty(self._layout.nbytes, dtype=torch.uint8)

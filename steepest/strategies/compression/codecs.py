@@ -1,7 +1,7 @@
 """Formats in which float32 gradients travel between hosts: rounded, largest elements only, factors.
 
 Formats are functions of a chunk, without state; a `GradientCompressor` (see
-`steepest.strategies.compression.gradient_compressor`) adds what they leave out of a gradient to the next one.
+`steepest.strategies.compression.gradient_compressor`) adds their error of a gradient to the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Half(Codec):
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
-        """Round to the nearest; False where float16, which ends at 65,504, cannot hold a value."""
+        """Round to the nearest; return False if float16, which ends at 65,504, cannot hold a value."""
         return narrow(values.view(torch.uint8), self.dtype, out)
 
     def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
@@ -118,7 +118,7 @@ class BlockInt4(BlockInt8):
         return packed[:border].view(torch.float32), packed[border:]
 
     def _round(self, block: Tensor, scale: Tensor) -> Tensor:
-        """Return what is nearest to some blocks' elements, in units of their scales, which are written."""
+        """Return the levels nearest to the elements of blocks, in units of their scales, which are written."""
         low, high = torch.aminmax(block, dim=1, keepdim=True)
         scale.copy_(torch.maximum(high, low.neg_())).div_(7)
         return block.div(scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
@@ -168,15 +168,15 @@ class BlockInt4(BlockInt8):
 class BlockInt2(BlockInt4):
     """Blocks of elements as -3, -1, 1 or 3, four in a byte, each block with one float32; scales come first.
 
-    An element is one of the outer two where it is larger than the root of the block's mean square,
-    and the scale is that of least squares for these choices, so that less is left of any block
-    than there was.
+    An element is one of the outer two if it is larger than the root of the block's mean square, and
+    the scale is that of least squares for these choices, so that the error of any block is smaller
+    than the block.
     """
 
     _bits = 2
 
     def _round(self, block: Tensor, scale: Tensor) -> Tensor:
-        """Return -3, -1, 1 or 3 for each element, and write the scale that leaves least."""
+        """Return -3, -1, 1 or 3 for each element, and write the scale with the least error."""
         size = block.abs()
         greatest = size.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
         relative = block / greatest  # squares of what is very small or large are none
@@ -253,7 +253,7 @@ class Largest(Codec):
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
-        """Write the largest elements; what rounding loses of them is left out, too."""
+        """Write the largest elements; the error includes their rounding."""
         _, chosen, buckets = self._counts(chunk)
         scale, counts, places, halves = self._views(out, chunk)
         indices = largest(values, chosen)
@@ -326,14 +326,14 @@ class LowRank(Codec):
             yield piece, slice(begin, begin + count), (rows, columns, rank if pays else 0)
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Return four bytes for each element of the factors, and of what is not factored."""
+        """Return four bytes for each element of the factors, and for each element that is not factored."""
         pieces = [shape for _, _, shape in self._pieces(layout, chunk)]
         return _if_less(chunk, sum(4 * _numbers(*shape) for shape in pieces))
 
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
-        """Write the factors after one power iteration, and what is not factored."""
+        """Write the factors after one power iteration, and the tensors that are not factored."""
         at = 0
         for piece, where, (rows, columns, rank) in self._pieces(layout, chunk):
             mine = out.view(torch.float32)[at : at + _numbers(rows, columns, rank)]
@@ -369,12 +369,12 @@ class LowRank(Codec):
 
 
 def _directions(factor: Tensor | None, rank: int, columns: int, seed: int) -> Tensor:
-    """Return the directions (rank, columns) from which a power iteration goes on, of any lengths but 0."""
+    """Return the directions (rank, columns) from which a power iteration continues, of nonzero lengths."""
     drawn = torch.randn(rank, columns, generator=torch.Generator().manual_seed(seed))
     if factor is None or factor.shape != drawn.shape:
         return drawn
-    # Where a gradient of zeros has left no direction a drawn one takes its place: else all later parts are zero, too.
-    # The longest element becomes 1, so that small gradients do not get lost in products.
+    # If a gradient of zeros has left no direction, a random one replaces it: otherwise all later parts would be zero.
+    # The largest element becomes 1, so that small gradients do not vanish in products.
     length = factor.abs().amax(dim=1, keepdim=True)
     return torch.where(length > 0, factor / length, drawn)
 
@@ -388,7 +388,7 @@ def _if_less(chunk: Chunk, size: int) -> int | None:
 
 
 def make_codec(choice: str | Compression | None) -> Codec | None:
-    """Return the format that a user chose; None where gradients travel as they are."""
+    """Return the format that a user chose; None if gradients travel unchanged."""
     if choice is None or isinstance(choice, str):
         return None if choice is None else Half(WIRE_DTYPES[choice])
     if isinstance(choice, TopK):

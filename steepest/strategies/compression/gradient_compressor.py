@@ -1,4 +1,4 @@
-"""Error feedback: what a compressed gradient leaves out is added to the sender's next one."""
+"""Error feedback: the error of a compressed gradient is added to the sender's next one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ALIGNMENT = 64  # bytes
 
 
 class GradientCompressor:
-    """A sender's codec, with error feedback: what one gradient leaves out is added to the next.
+    """A sender's codec, with error feedback: the error of one gradient is added to the next.
 
-    What is left out of a gradient counts once that gradient is committed, so that a step that is
-    repeated sends the same bytes. Error feedback: Seide et al. 2014; Karimireddy et al. 2019
-    (arXiv:1901.09847) show why it converges.
+    The error of a gradient counts once that gradient is committed, so that a repeated step sends the
+    same bytes. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv:1901.09847) show
+    why it converges.
 
     Args:
         layout: of the model.
         codec: the format.
-        packed: by chunk, whether it is to be packed; others pass as they are.
-        own_pending: copies what has not been sent yet of some memory, before that changes.
+        packed: by chunk, whether it is to be packed; others pass unchanged.
+        own_pending: copies the unsent part of some memory, before that changes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GradientCompressor:
         self._uncommitted: dict[int, tuple[torch.Tensor, Factors]] = {}
 
     def begin(self) -> None:
-        """Begin a gradient; what the last one left out is dropped if that was not committed."""
+        """Begin a gradient; the error of the last one is dropped unless it was committed."""
         for chunk, (residual, _) in self._uncommitted.items():
             self._spare[chunk] = residual
         self._uncommitted.clear()
