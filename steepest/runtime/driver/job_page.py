@@ -154,13 +154,13 @@ class LiveRun:
 
     def _ask(self) -> None:
         try:
-            found = ask_all(dict(self._cluster.actors), "counters")
+            counters = ask_all(dict(self._cluster.actors), "counters")
             counted = {
                 str(peer): (each["now"], each["processor"], each["bytes_sent"])
-                for peer, each in found.items()
+                for peer, each in counters.items()
             }
             used: dict[str, dict[str, float]] = {}
-            for peer, each in found.items():
+            for peer, each in counters.items():
                 used[str(peer)] = {"memory": each["resident"]}
                 now, processor, sent = counted[str(peer)]
                 before, earlier, less = self._counted.get(str(peer), (now, processor, sent))
