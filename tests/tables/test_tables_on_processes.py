@@ -22,7 +22,9 @@ from steepest import (
     TorchModel,
     connect,
 )
+from steepest.checkpoint import files
 from steepest.core.engine.job import ModelCreator
+from steepest.data.storage.places import place_of
 from steepest.tables import Adagrad
 from tests.living import pids
 from tests.reference import difference, same_bits
@@ -96,6 +98,38 @@ def test_rows_go_to_servers_while_a_group_adds_up_all_else(sharded: bool) -> Non
         trainer.fit(steps=16, progress=False)
         expected = trainer.weights()
         assert difference({name: found[0][name] for name in expected}, expected) < 1e-12
+
+
+def wide(worker: int, device: int) -> TorchModel:
+    """A table of which each server has several pieces of 4 MB."""
+    model = creator(worker, device)
+    ids = torch.arange(60_000).reshape(-1, 2)
+    targets = torch.zeros(len(ids), 1, dtype=torch.float64)
+    return TorchModel(
+        model.module, loss=F.mse_loss, data=(ids, targets), batch_size=15_000, optimizer=sgd
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reached", [True, False])
+def test_servers_write_and_read_rows_where_they_reach_the_place(
+    tmp_path: Path, reached: bool
+) -> None:
+    place = str(tmp_path / "saved") if reached else f"memory://saved/{tmp_path.name}"
+    with DistributedSGD(wide, 2, strategy=TWO_SERVERS) as trainer:
+        trainer.fit(epochs=1, progress=False)
+        trainer.save(place)
+        expected = trainer.export_table("words")
+    saved = files.read_apart(place_of(place)).saved_rows
+    assert saved is not None
+    names = [each.name for each in saved.layers[0].files]
+    assert len([name for name in names if name.count("-") == 4]) == (2 if reached else 0)
+    with DistributedSGD(wide, 2, strategy=ParameterServerStrategy(num_servers=3)) as trainer:
+        trainer.restore(place)
+        found = trainer.export_table("words")
+    assert len(found) == 60_000
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.values, expected.values)
 
 
 @pytest.mark.full
