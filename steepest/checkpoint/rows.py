@@ -40,7 +40,7 @@ def unpushed(
     saved: Sequence[Sequence[Any]],
     dealing: Dealing | None,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return by worker the gradients of rows that were not pushed, for a job's tables; else as `dealt`."""
+    """Return by worker the gradients of rows that were not pushed, for the tables that a job has."""
     if dealing is None or not states:
         return {}
     if [list(each) for each in saved] == dealing.description():

@@ -75,19 +75,14 @@ class SavedFile:
             return read_tensors(path, self.about, note)
 
     def parts(self) -> Iterator[npt.NDArray[np.uint8]]:
-        """Yield its bytes, (n,) each, for a process that does not reach its folder; CheckpointError: there are none."""
+        """Yield its bytes, (n,) each, for a process that does not reach its folder; OSError: it cannot be read."""
         if self.folder is None:
             yield np.frombuffer(self.data, np.uint8)
             return
-        try:
-            found = storage_of(self.folder).on_disk(self.folder / self.name)
-            with found as path, open_file(path) as file:
-                while part := file.read(_PART_BYTES):
-                    yield np.frombuffer(part, np.uint8)
-        except OSError as error:
-            raise CheckpointError(
-                f"damaged checkpoint at {self.folder}: {self.name}: {error}"
-            ) from error
+        found = storage_of(self.folder).on_disk(self.folder / self.name)
+        with found as path, open_file(path) as file:
+            while part := file.read(_PART_BYTES):
+                yield np.frombuffer(part, np.uint8)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.data.storage.files import storage_of
-from steepest.data.storage.places import StoragePlace
+from steepest.data.storage.places import StorageError, StoragePlace
 from steepest.errors import ConfigurationError, ResourcesError
 
 if TYPE_CHECKING:
@@ -51,12 +51,13 @@ class RowsRead(NamedTuple):
     """What a process answers.
 
     `lacks`: the files that it cannot reach; `elsewhere`: whether rows are in other shards than they were; `damaged`,
-    `unfit`: why nothing was made, in words, or "".
+    `silent` (of an object store that does not answer), `unfit`: why nothing was made, in words, or "".
     """
 
     lacks: Sequence[str] = ()
     elsewhere: bool = False
     damaged: str = ""
+    silent: str = ""
     unfit: str = ""
 
 
@@ -134,6 +135,8 @@ class RestoredShards:
                 _read_group(wanted, group, reader, given.shards)
         except _ElsewhereError:
             return RowsRead(elsewhere=True)
+        except StorageError as error:
+            return RowsRead(silent=str(error))
         except _UnfitError as error:
             return RowsRead(unfit=str(error))
         except (ConfigurationError, _DamagedError) as error:
@@ -273,6 +276,8 @@ class _Reader:
                     self._read[key] = read_tensors(path, file.about)
                 else:
                     self._read[key] = file.tensors(self._note)
+            except StorageError:
+                raise
             except (OSError, ValueError) as error:
                 raise _DamagedError(f"{file.name}: {error}") from error
         return self._read[key]

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest import AllreduceStrategy, Checkpoints, ParameterServerStrategy
 from steepest.checkpoint import files
+from steepest.checkpoint.files import UnreachableError
 from steepest.checkpoint.saved_rows import SavedFile
 from steepest.data.storage.files import LocalStorage
+from steepest.data.storage.places import StorageError
 from steepest.embedding import restored_shards, row_snapshots, row_writer, table_chunk
 from steepest.embedding.restored_shards import RestoredShards
 from steepest.errors import CheckpointError
@@ -182,3 +184,46 @@ def test_a_checkpoint_without_marks_of_shards_is_looked_into(tmp_path: Path) -> 
     assert torch.equal(found.ids, expected.ids)
     assert torch.equal(found.values, expected.values)
     assert same_bits(rows_of(tmp_path / "new"), rows_of(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_store_that_does_not_answer_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    """No older checkpoint is taken in place of the newest one."""
+    create = words(IDS, shards=2, optimizer=Adagrad())
+    kept = Checkpoints(tmp_path, every=4)
+    with trainer(create, TWO, checkpoints=kept) as sgd:
+        sgd.fit(steps=8, progress=False)
+        expected = sgd.export_table("words")
+
+    def silent(*about: Any) -> Any:
+        raise StorageError("no answer within 120 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedFile, "parts" if sent else "tensors", silent)
+        if sent:
+            patch.setattr(restored_shards, "reaches", lambda file: False)
+        with (
+            pytest.raises(UnreachableError, match="no answer"),
+            trainer(create, TWO, checkpoints=kept),
+        ):
+            pass
+    with trainer(create, TWO, checkpoints=kept) as sgd:
+        assert sgd.stats().step == 8
+        assert torch.equal(sgd.export_table("words").values, expected.values)
+
+
+def test_damaged_rows_are_passed_over_for_the_checkpoint_before(tmp_path: Path) -> None:
+    create = words(IDS, shards=2, optimizer=Adagrad())
+    kept = Checkpoints(tmp_path, every=4)
+    with trainer(create, TWO, checkpoints=kept) as sgd:
+        sgd.fit(steps=8, progress=False)
+        expected = sgd.export_table("words")
+    newest = sorted(tmp_path.glob("0*"))[-1]
+    for path in newest.glob("tables-*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"\7")
+    with trainer(create, TWO, checkpoints=kept) as sgd:
+        assert sgd.stats().step == 4
+        sgd.fit(steps=8, progress=False)
+        assert torch.equal(sgd.export_table("words").values, expected.values)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from steepest.checkpoint.files import DamagedRowsError
+from steepest.checkpoint.files import DamagedRowsError, UnreachableError
 from steepest.checkpoint.imported_rows import ImportedRows
-from steepest.checkpoint.saved_rows import CheckpointRows
+from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
 from steepest.core.optim.portable import Record
 from steepest.core.system import system
+from steepest.data.storage.places import StorageError
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.restored_shards import RowsRead, RowsWanted
 from steepest.embedding.row_files import ON_DISK
@@ -59,6 +61,7 @@ class RestoredRows:
 
         Raises:
             CheckpointError: the job's tables cannot have them. DamagedRowsError: files are damaged, or missing.
+            UnreachableError: an object store does not answer.
             ResourcesError: a machine has no room. PeerLostError: a process died.
         """
         dealing = dealing_of(self._cluster.job)
@@ -73,6 +76,8 @@ class RestoredRows:
             wanted = {process: replace(each, dealt=True) for process, each in wanted.items()}
             answers = self._read(wanted, saved)
         for answer in answers.values():
+            if answer.silent:
+                raise UnreachableError(f"cannot read rows of a checkpoint: {answer.silent}")
             if answer.damaged:
                 raise DamagedRowsError(answer.damaged)
             if answer.unfit:
@@ -133,7 +138,7 @@ class RestoredRows:
     def _send(self, process: Any, name: str, saved: CheckpointRows) -> None:
         """Send a process a file that it does not reach."""
         file = next(f for layer in saved.layers for f in layer.files if f.name == name)
-        for data in file.parts():
+        for data in _parts(file):
             self._call("take_row_file", {process: (self._number, name, data)})
 
     def _call(self, method: str, arguments: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
@@ -168,3 +173,13 @@ class RestoredRows:
         return sum(
             self._cluster.get(asked, "say how much it has read", self._cluster.names(self._asked))
         )
+
+
+def _parts(file: SavedFile) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the bytes of a file; UnreachableError, DamagedRowsError: it cannot be read."""
+    try:
+        yield from file.parts()
+    except StorageError as error:
+        raise UnreachableError(f"cannot read rows of a checkpoint: {error}") from error
+    except OSError as error:
+        raise DamagedRowsError(f"{file.name}: {error}") from error

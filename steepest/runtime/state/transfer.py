@@ -363,6 +363,8 @@ class StateTransfer:
                 state = JobState.saved(saved, cluster.job, data)
             records = read(saved.saved_rows)
             records += state.optimizer.place(cluster)
+        except files.UnreachableError:
+            raise
         except files.DamagedRowsError as error:
             raise files.DamagedRowsError(
                 f"the checkpoint at {where} is damaged: {error}"
