@@ -450,6 +450,7 @@ def test_the_oldest_rows_are_dropped_where_too_many_wait(
     assert re.search(r"Memory: \d\d rows have not arrived", caplog.text)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [MLflow, WandB, TensorBoard])
 def test_a_run_whose_tracker_was_down_is_continued_as_the_same_run(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -376,7 +376,7 @@ def test_the_address_is_that_of_the_interface(tmp_path: Path) -> None:
     assert "the interface ib0 has no address" in done.stderr
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("foreign", [False, True])
 def test_ray_writes_where_no_other_user_has_written(tmp_path: Path, foreign: bool) -> None:
     """Ray's own function writes its file as a user to whom /tmp/ray does not belong."""

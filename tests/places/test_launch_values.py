@@ -64,7 +64,6 @@ def test_the_pages_values_are_what_a_locked_cluster_takes(
 ) -> None:
     given = ("--gpus=1", "--min-workers=1", "--checkpoints=claim", f"--values={values}")
     *_, found, monitor = rendered(capsys, "--cluster" if cluster else script, *given)
-    check(found)
     assert monitor["kind"] == "PodMonitor"
     assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
     spec = found["spec"] if cluster else found["spec"]["rayClusterSpec"]
@@ -98,6 +97,22 @@ def test_the_pages_values_are_what_a_locked_cluster_takes(
     assert keys == ["nvidia.com/gpu", "dedicated"]
     mounts = [each["mountPath"] for each in worker["spec"]["containers"][0]["volumeMounts"]]
     assert mounts == (["/data"] if cluster else ["/mnt/code", "/data"])
+    check(found)
+
+
+@pytest.mark.long
+def test_kuberay_takes_a_store_for_its_control_and_a_token_of_ones_own(
+    capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(
+        "cluster: {authOptions: {secretName: mine}, gcsFaultToleranceOptions: {redisAddress: 'redis:6379'}}"
+    )
+    job = rendered(capsys, script, f"--values={path}")[-1]
+    check(job)
+    spec = job["spec"]["rayClusterSpec"]
+    assert spec["authOptions"] == {"mode": "token", "secretName": "mine"}
+    assert spec["gcsFaultToleranceOptions"] == {"redisAddress": "redis:6379"}
 
 
 def test_values_are_merged_as_patches_are() -> None:
