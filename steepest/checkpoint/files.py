@@ -368,7 +368,7 @@ def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_pr
             files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
         files[TABLES] = []
         if (rows := checkpoint.rows) is not None:
-            rows.write_into(path, stamp)
+            rows.write_into(_absolute(path), stamp)
             for part in filter(None, _with_progress(rows, path, progress)):
                 entry = written(f"{TABLES}-{stamp}-{len(files[TABLES])}", part)
                 files[TABLES].append(entry | {"shards": list(shards_in(part))})
@@ -388,6 +388,11 @@ def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_pr
         raise
     _clear(path, old, progress)
     return BaseLink(path.name, hashlib.sha256(manifest).hexdigest())
+
+
+def _absolute(path: StoragePlace) -> StoragePlace:
+    """Return a place as processes know it whose working directories are others."""
+    return path.absolute() if isinstance(path, Path) else path
 
 
 def _with_progress(
@@ -514,18 +519,18 @@ def read_apart(path: StoragePlace) -> Checkpoint:
 
 def _layer(path: StoragePlace, files: Mapping[str, Any], about: Mapping[str, Any]) -> RowLayer:
     """Return which files of a checkpoint have rows; of an earlier release's they are looked into."""
-    entries = [*files[TABLES], files["optimizer"]]
+    entries, folder = [*files[TABLES], files["optimizer"]], _absolute(path)
     if "shards" in about:
         marks = [ShardMark(*each) for each in about["shards"]]
         found = [
-            SavedFile(each["name"], path, each, tuple(each["shards"])) for each in files[TABLES]
+            SavedFile(each["name"], folder, each, tuple(each["shards"])) for each in files[TABLES]
         ]
         return RowLayer(tuple(found), tuple(marks))
     of_files, first = [], dict[int, dict[str, torch.Tensor]]()
     for each in entries:
         names, tensors = _some(path, each)
         if shards := shards_in(names):
-            of_files.append(SavedFile(each["name"], path, each, shards))
+            of_files.append(SavedFile(each["name"], folder, each, shards))
         for shard, arrays in rows.by_shard(tensors).items():
             first[shard] = arrays | first.get(shard, {})
     if sorted(first) != list(range(len(first))):

@@ -83,14 +83,13 @@ class RowPieces(Sequence[TableState]):
         return RowPieces([partial(_itself, state) for state in states], self.mark)
 
     def require_sound(self, tables: Sequence[Table]) -> None:
-        """Check all pieces as one state, see `steepest.tables.state_checks.require_sound`."""
-        rows, counted = ([(np.zeros(0, np.int32), np.zeros(0, np.int64))] for _ in range(2))
+        """Check all pieces as one state, see `steepest.tables.state_checks.require_sound`; rows may be there twice."""
+        counted = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]
         for piece in self:
             require_possible(piece, tables, self.mark.updates)
-            rows.append((piece.tables.copy(), piece.ids.copy()))
             counted.append((piece.counted_tables, piece.counted_ids))
-        for name, keys in (("ids", rows), ("counted_ids", counted)):
-            require_distinct(name, *(np.concatenate(each) for each in zip(*keys, strict=True)))
+        keys = (np.concatenate(each) for each in zip(*counted, strict=True))
+        require_distinct("counted_ids", *keys)
 
 
 def rows_of_table(saved: CheckpointRows, table: Described, read: Reader) -> Iterator[TableState]:

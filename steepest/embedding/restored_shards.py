@@ -228,6 +228,10 @@ def _read_group(
             shard.load(whole if len(whole) else nothing, whole.mark.updates, whole.mark.clock)
         except ConfigurationError as error:
             raise _UnfitError(str(error)) from error
+        try:
+            shard.require_distinct()
+        except ConfigurationError as error:
+            raise _DamagedError(f"{dealing.name(chunk)}: {error}") from error
         made[chunk].append(shard)
 
 

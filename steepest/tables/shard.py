@@ -486,6 +486,16 @@ class TableShard(ShardRows):
         for table in self._uses:
             self.counts["evicted_full"][table] = held[table] - self._alive[table]
 
+    def require_distinct(self) -> None:
+        """Check, after `load`, that no id has two rows; ConfigurationError otherwise."""
+        for begin in range(0, self._blocks.top, _LOADED):
+            numbers = np.arange(begin, min(begin + _LOADED, self._blocks.top), dtype=np.int32)
+            tables, ids = self._blocks.tables[numbers], self._blocks.ids[numbers]
+            known, _ = self._index.find(tables.astype(np.int32), ids)
+            if (twice := np.flatnonzero(known != numbers)).size:
+                name = self._names[int(tables[twice[0]])]
+                raise ConfigurationError(f"id {ids[twice[0]]} of table {name!r} has two rows")
+
     def has_all_of(self, states: Iterable[TableState]) -> bool:
         """Return whether all rows and counted ids of states are this shard's."""
         return all(

@@ -227,3 +227,19 @@ def test_damaged_rows_are_passed_over_for_the_checkpoint_before(tmp_path: Path) 
         assert sgd.stats().step == 4
         sgd.fit(steps=8, progress=False)
         assert torch.equal(sgd.export_table("words").values, expected.values)
+
+
+def test_an_id_with_two_rows_is_damage(tmp_path: Path) -> None:
+    with trainer(words(IDS, shards=2, optimizer=Adagrad()), TWO) as sgd:
+        sgd.fit(steps=4, progress=False)
+        sgd.save(tmp_path / "sound")
+        found = files.read(tmp_path / "sound")
+        ids = found.optimizer["tables/0/ids"]
+        ids[1] = ids[0]
+        files.write(tmp_path / "damaged", found)
+        before = sgd.export_table("words")
+        with pytest.raises(
+            CheckpointError, match=r"damaged: tables/0: id \d+ of table '\w+' has two"
+        ):
+            sgd.restore(tmp_path / "damaged")
+        assert torch.equal(sgd.export_table("words").values, before.values)
