@@ -13,7 +13,7 @@ PODS = ("head", "workers", "submitter")
 _SECTIONS = ("metadata", "job", "cluster", "pods", *PODS, "objects")
 _POD = ("metadata", "spec", "container")
 #: By what an item of a list is known, so that it is changed and not added; the first one that it has.
-_NAMES = ("mountPath", "containerPort", "name")
+_NAMES = ("groupName", "mountPath", "containerPort", "name")
 
 
 def read_values(path: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def merged(base: Any, over: Any, where: str) -> Any:
     """Return a value with another one merged into it, as Kubernetes merges patches.
 
     Mappings are merged name by name, and a name whose value is None is removed. Items of lists that
-    have the same name, mount path or container port are merged, others are added behind.
+    have the same name (of a group too), mount path or container port are merged, others are added behind.
 
     Args:
         base: the value; None where there is none.

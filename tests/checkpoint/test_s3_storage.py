@@ -210,12 +210,14 @@ def test_rows_of_parquet_files_by_url(url: ObjectUrl, tmp_path: Path) -> None:
 def test_tensorboards_files_by_url(url: ObjectUrl) -> None:
     pytest.importorskip("tensorboardX")
     logger = TensorBoard(str(url), seconds=0.0)
-    run, _ = logger.open(None, 0)
+    run, _ = logger.open(logger.new_run(), 0)
     assert run.startswith(f"{url}/")
     for step in (1, 2):
-        logger.take({"kind": "step", "step": step, "time": 1.0, "samples": 4, "loss": 0.5})
+        row = {"kind": "step", "step": step, "time": 1.0, "samples": 4, "loss": 0.5}
+        logger._take(row, old=False)
+        logger._send()
         (file,) = storage_of(url).files(place_of(run))  # tensorboardX' thread may write to it later
-    logger.close()
+    logger.finish("finished")
     assert storage_of(url).read(file).count(b"train/loss") == 2
 
 

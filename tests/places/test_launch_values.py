@@ -106,13 +106,16 @@ def test_kuberay_takes_a_store_for_its_control_and_a_token_of_ones_own(
 ) -> None:
     path = tmp_path / "values.yaml"
     path.write_text(
-        "cluster: {authOptions: {secretName: mine}, gcsFaultToleranceOptions: {redisAddress: 'redis:6379'}}"
+        "cluster: {authOptions: {secretName: mine}, gcsFaultToleranceOptions: {redisAddress: 'redis:6379'},"
+        " workerGroupSpecs: [{groupName: workers, idleTimeoutSeconds: 600}]}"
     )
     job = rendered(capsys, script, f"--values={path}")[-1]
     check(job)
     spec = job["spec"]["rayClusterSpec"]
     assert spec["authOptions"] == {"mode": "token", "secretName": "mine"}
     assert spec["gcsFaultToleranceOptions"] == {"redisAddress": "redis:6379"}
+    (group,) = spec["workerGroupSpecs"]
+    assert (group["replicas"], group["idleTimeoutSeconds"]) == (8, 600)
 
 
 def test_values_are_merged_as_patches_are() -> None:
