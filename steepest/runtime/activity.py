@@ -30,13 +30,13 @@ _MOST_LINES = 40  # of one stack
 _MOST_STACKS = 24  # of processes, and of the driver's threads
 _MOST_CALLS = 4  # of one process
 _MOST_NAMES = 16  # of processes that are listed for one stack
-#: From which on a router's thread is called busy; an idle one ticks in half of it.
+#: Seconds after which a router's thread is called busy; an idle one ticks in half of that.
 _BUSY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process is doing."""
+    """The activity of one process."""
 
     name: str
     host: str
@@ -54,7 +54,7 @@ class Activity:
 def activity_of(
     name: str, place: Place, router: Router, share: int | None, shares: int = 1
 ) -> Activity:
-    """Return what the process is doing in which this is called, on any thread.
+    """Return what the calling process is doing; any thread may call this.
 
     Args:
         name, place, router: of the process.
@@ -87,7 +87,7 @@ def _stacks_of_threads(
     without: Set[int | None],
     main: int | None = None,  # comes first, whatever code it is in
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """Return which threads are in each stack that is in code of steepest, and where each other thread is."""
+    """Return the stacks within code of steepest, each with its threads, and where each other thread is."""
     frames = {each: at for each, at in sys._current_frames().items() if each not in without}
     stacks: dict[str, list[int]] = {}
     others: list[str] = []
@@ -144,13 +144,13 @@ def log_report(context: Watched, what: str) -> None:
 def report(context: Watched) -> str:
     """Return what each process of a job is doing, and the driver, as text of bounded length.
 
-    Processes whose stacks are equal are listed together. Of one that does not answer within 2 seconds
-    the text has the last sign of life and, on the driver's node, what the kernel says of it. May be
-    called on any thread. Raises nothing, and takes 4 seconds at most.
+    Processes with equal stacks are listed together. For a process that does not answer within 2
+    seconds the text has the last sign of life and, on the driver's node, its state in the kernel. Any
+    thread may call this. It raises nothing, and takes 4 seconds at most.
     """
     try:
         return _JobReport(context).text()
-    except Exception as error:  # noqa: BLE001 - a report is made amid failures, of which it is to be none
+    except Exception as error:  # noqa: BLE001 - a report is made during failures, and must not add another
         return f"steepest cannot say what its processes are doing: {error!r}"
 
 
@@ -187,7 +187,7 @@ class _JobReport:
     # -- the processes -------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Ask the processes; note answers, and what is known of those that give none."""
+        """Ask the processes; note their answers, and what is known of processes that do not answer."""
         try:
             self._ask_all()
         except Exception as error:  # noqa: BLE001 - what was found so far is the report
@@ -195,7 +195,7 @@ class _JobReport:
 
     def _ask_all(self) -> None:
         actors = dict.fromkeys([*self._actors.values(), *self._context.processes()])
-        if not actors or not runtime().is_up:  # else a call would begin Ray anew
+        if not actors or not runtime().is_up:  # a call would start Ray again
             self._own = self._driver()
             return
         here = runtime().node
@@ -227,7 +227,7 @@ class _JobReport:
     def _about(
         self, actor: Any, pid: int | None, before: tuple[float, bool] | None
     ) -> Iterator[str]:
-        """Yield what is known of a mute process; its pid, and what it used before, on this node alone."""
+        """Yield what is known of a process that does not answer; its pid and usage only if it runs on this node."""
         waited = system().now() - self._began
         with contextlib.suppress(Exception):  # another thread looks for signs of life meanwhile
             silent = max(self._context.silence(actor), waited)
@@ -241,7 +241,7 @@ class _JobReport:
                 yield f"; it used {used:.1f} s of processor time in {waited:.1f} s"
 
     def _grouped(self) -> list[str]:
-        """Return the lines of the processes that have answered; the fewer share a stack, the earlier."""
+        """Return the lines of the processes that have answered, rare stacks first."""
         stacks: dict[str, list[Activity]] = {}
         for activity in list(self._answers):
             stacks.setdefault(activity.stack, []).append(activity)
@@ -284,7 +284,7 @@ def _lines_of(process: Activity) -> list[str]:
 
 
 def _limited(lines: Sequence[str], most: int, more: str) -> list[str]:
-    """Return lines, of too many the first and how many more there are."""
+    """Return lines; of too many, the first ones and the number of the others."""
     rest = len(lines) - most
     return [*lines[:most], *([f"{rest} {more}"] if rest > 0 else [])]
 

@@ -1,4 +1,4 @@
-"""What one thread waits for and another says, whole whatever a signal raises amid the wait."""
+"""Results that one thread waits for and another one sets, safe if a signal's handler raises during the wait."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Answer(Generic[T]):
     """A result that another thread sets; the first one counts.
 
     It is used as `concurrent.futures.Future` is. A handler of a signal, such as Ctrl-C's, may raise
-    in a thread that has just taken the lock inside a `Future`, an `Event` or a `Condition`; nobody
-    gives that lock back, and whoever sets the result waits for ever. Here nothing is locked.
+    in a thread that has just taken the lock inside a `Future`, an `Event` or a `Condition`; that lock
+    is never released, and the thread that sets the result waits for ever. Here nothing is locked.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Answer(Generic[T]):
             self._tell()
 
     def remove_done_callback(self, callback: Callable[[Answer[T]], object]) -> None:
-        """Have a function not called any more; it may be called at this moment."""
+        """Stop a function from being called, unless it is being called at this moment."""
         with contextlib.suppress(ValueError):  # it is called, or was never added
             self._callbacks.remove(callback)
 
@@ -63,7 +63,7 @@ class Answer(Generic[T]):
         return cast(T, self._outcomes[0][0])
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception, None where there is a result, when it is there.
+        """Return the exception, or None with a result, as soon as there is one of the two.
 
         Raises:
             concurrent.futures.TimeoutError: it is not there within so many seconds.
@@ -73,7 +73,7 @@ class Answer(Generic[T]):
         return self._outcomes[0][1]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until there is a result, for so many seconds at most; return whether there is one."""
+        """Wait for a result, for `timeout` seconds at most; return whether there is one."""
         if not self.done():
             woken: Queue[Any] = system().queue()
             self.add_done_callback(woken.put)
@@ -85,7 +85,7 @@ class Answer(Generic[T]):
         return self.done()
 
     def _tell(self) -> None:
-        """Call the functions that wait; each is taken out by one thread alone."""
+        """Call the waiting functions; each is taken out by one thread only."""
         while self._callbacks:
             try:
                 callback = self._callbacks.pop()

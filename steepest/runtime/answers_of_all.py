@@ -1,4 +1,4 @@
-"""What all processes of a job answer, asked on any thread, amid training and amid deaths."""
+"""A call of all processes of a job, from any thread, during training and during deaths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def ask_all(
     method: str,
     arguments: Callable[[Peer], Sequence[Any]] = lambda peer: (),
 ) -> dict[Peer, Any]:
-    """Return what a method of each process returned, without those that are dead or do not answer in 2 seconds."""
-    if not actors or not runtime().is_up:  # else a call would begin Ray anew
+    """Call a method of each process; return the results of those that live and answer within 2 seconds."""
+    if not actors or not runtime().is_up:  # a call would start Ray again
         return {}
     calls = {
         peer: runtime().call(actor, method, *arguments(peer)) for peer, actor in actors.items()

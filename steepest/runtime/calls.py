@@ -1,4 +1,4 @@
-"""Calls of a job's processes: what can be sent with them, how they have ended, and what they raise for the user."""
+"""Calls of a job's processes: which values can be sent, how calls end, and which errors the user gets."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from steepest.runtime.job_runtime import (
 _NAMED = 4  # processes that raised the same
 #: In which the other workers, which began at the same time, come as far as one that raised.
 ALIKE_SECONDS = 0.3
-_DEEPEST = 20  # parts within parts that are looked at
+_DEEPEST = 20  # levels of parts within parts that are searched
 
 
 class RemoteError(Exception):
-    """An exception of another process as text (`describe_error`), which travels although it itself may not."""
+    """An exception of another process as text (`describe_error`), since the exception may not be picklable."""
 
     def __init__(self, told: dict[str, str]) -> None:
         super().__init__(told)
@@ -47,7 +47,7 @@ class RemoteError(Exception):
 
 
 def end_of(call: Any) -> tuple[bool, CallError | None]:
-    """Return whether a call of an actor has ended, and the error with which it did; None if it has returned."""
+    """Return whether a call of an actor has ended, and its error; None if it has returned a result."""
     if not call.done():
         return False, None
     try:
@@ -77,20 +77,20 @@ def who_raised(error: CallRaisedError, calls: Mapping[Any, str]) -> str:
 
 
 def _words_of(error: CallError | None) -> str:
-    """Return the class and message of what a call raised; "" for another end."""
+    """Return the class and message of the exception that a call raised; "" if it raised none."""
     if not isinstance(error, CallRaisedError):
         return ""
     return error.cause.told["error"] if isinstance(error.cause, RemoteError) else last_line(error)
 
 
 def drop_calls(calls: Iterable[Any]) -> None:
-    """Let nobody wait for calls any more: Ray logs an error that nobody has asked for."""
+    """Give calls up, and take their errors: Ray logs an error that is never taken."""
     for call in calls:
         call.future()
 
 
 def raise_remote(error: CallRaisedError, who: str, what: str) -> NoReturn:
-    """Raise for the user what a remote call raised, without Ray's traceback.
+    """Raise the error of a remote call for the user, without Ray's traceback.
 
     Raises:
         SteepestError: an error of ours, of its own class, with the processes' names.
@@ -125,7 +125,7 @@ def raise_remote(error: CallRaisedError, who: str, what: str) -> NoReturn:
 
 
 def unimportable(words: str) -> str:
-    """Return what to do when workers lack a module that the driver has; "" for another error, or no such module."""
+    """Return the remedy if workers lack a module that the driver has; "" for any other error."""
     match = re.search(r"^ModuleNotFoundError: No module named '((\w+)[\w.]*)'$", words)
     if match is None:
         return ""
@@ -183,7 +183,7 @@ class _PickledPart(NamedTuple):
 
 
 def why_unpicklable(value: Any, error: BaseException) -> str:
-    """Return in words why an object cannot be pickled, and what to do, by what pickling it has raised."""
+    """Return in words why an object cannot be pickled, and the remedy; `error` is what pickling it has raised."""
     part, above = _PickledPart(value), [value]
     while len(above) < _DEEPEST:
         for inner in _parts(part):
@@ -208,7 +208,7 @@ def why_unpicklable(value: Any, error: BaseException) -> str:
 
 
 def _failure_of(value: Any) -> BaseException | None:
-    """Return what pickling an object raises; None if it can be pickled."""
+    """Return the exception that pickling an object raises; None if it can be pickled."""
     try:
         cloudpickle.Pickler(_Nowhere(), protocol=5).dump(value)
     except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
@@ -224,7 +224,7 @@ class _Nowhere:
 
 
 def _parts(part: _PickledPart) -> Iterator[_PickledPart]:
-    """Yield what is pickled with an object."""
+    """Yield the parts that are pickled with an object."""
     value = part.value
     if isinstance(value, types.FunctionType):
         yield from _variables(value)
@@ -283,7 +283,7 @@ def _attributes(part: _PickledPart, values: Mapping[str, Any]) -> Iterator[_Pick
 
 
 def _reduced(part: _PickledPart) -> Iterator[_PickledPart]:
-    """Yield the parts of which an object's own methods make its pickle: attributes, arguments."""
+    """Yield the parts from which an object's own methods make its pickle: attributes, arguments."""
     try:
         reduced = part.value.__reduce_ex__(4)
     except Exception:  # noqa: BLE001 - then the object itself cannot be pickled

@@ -1,4 +1,4 @@
-"""Chunks of servers that end, given to the servers that follow them, in place where that can be."""
+"""Chunks of ended servers, handed over to their successors, in place if possible."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ChunkState:
 
 
 class RetainedChunks:
-    """The chunks of a process' servers, of one layout, that have ended and handle no more messages."""
+    """The chunks, of one layout, of a process' servers that have ended and handle no more messages."""
 
     def __init__(self, servers: Sequence[Server] = ()) -> None:
         self._chunks = {index: held for server in servers for index, held in server.chunks.items()}
         self._vector = servers[0].vector if servers else None
 
     def vector(self, nbytes: int) -> torch.Tensor:
-        """Return a flat vector for the next servers: that in which the kept chunks lie, if it has `nbytes`."""
+        """Return a flat vector for the next servers: the one in which the kept chunks lie, if it has `nbytes`."""
         if self._vector is None or self._vector.numel() != nbytes or not self._vector.is_cpu:
             warn_if_short(
                 nbytes,

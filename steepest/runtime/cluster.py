@@ -56,7 +56,7 @@ _THREADS = 16
 class Cluster(JobContext):
     """All processes of one job, which it starts, gives their roles, and ends.
 
-    The constructor holds nothing that has to be given back; `begin` does.
+    The constructor acquires no resource that has to be released; `begin` does.
     """
 
     holder: Holder
@@ -112,7 +112,7 @@ class Cluster(JobContext):
     # -- starting ------------------------------------------------------------------------------
 
     def _reserve(self, config: Strategy, least: int, most: int) -> int:
-        """Reserve room for workers, and nodes for servers alone if any are asked for; return how many workers."""
+        """Reserve room for workers, and nodes for servers alone if configured; return the number of workers."""
         hosts, limit = self.run_config.resources.serving_hosts, self.run_config.deadlines.start
         count, holder = least, self.holder
         if hosts and (config.in_workers or config.in_driver):
@@ -181,7 +181,7 @@ class Cluster(JobContext):
         return hashes
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
-        """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
+        """Raise ConfigurationError if processes in some seats (by default all) lack the transport of a strategy."""
         if config.reduces and self.run_config.tls:
             raise ConfigurationError(
                 f"strategy {config.name!r} with data_plane= and tls={self.run_config.tls!r:.40}: the connections of "
@@ -291,21 +291,21 @@ class Cluster(JobContext):
         held: Holdings | None = None,
         change: int = 0,
     ) -> None:
-        """Give all processes other roles, at version 0, which continues at a step.
+        """Give all processes new roles, at version 0, so that training continues at `step`.
 
-        Afterwards `members`, `job` and `client` are those of the new membership. Weights, optimizer
-        state and the sample plan are for the caller to install, and `end_leaving` is for the caller to
-        call afterwards. When it fails, `members` are either as before, or those of the new membership.
+        Afterwards `members`, `job` and `client` are those of the new membership. The caller installs
+        weights, optimizer state and the sample plan, and then calls `end_leaving`. If this fails,
+        `members` are either as before, or those of the new membership.
 
         Args:
             wanted: the processes, and the strategy.
             step: committed steps so far.
             updates: of each weight in these steps, which the schedule counts.
             held: the processes that hold each chunk; None if chunks get other state.
-            change: a number; processes keep the same chunks again when a change of it is tried once more.
+            change: a number that stays the same if a change is tried again, so that processes keep their chunks.
 
         Raises:
-            ConfigurationError: processes cannot talk in that way; nothing has changed.
+            ConfigurationError: processes lack the transport; nothing has changed.
             PeerLostError, DeadlineError: a process died, or is late.
         """
         config, num_workers = wanted.config, wanted.num_workers
@@ -355,7 +355,7 @@ class Cluster(JobContext):
             for peer in workers
             if peer in before
         }
-        # set before anything can fail, so that whoever dies from here on is known by its new number
+        # set before anything can fail, so that a process that dies from here on has its new index
         self.members = {
             peer: replace(known[actor], life=lives.get(peer, 0))
             if peer in staying
@@ -385,7 +385,7 @@ class Cluster(JobContext):
         self._take_up(config, description, held, fresh=False, unfrozen=wanted.unfrozen)
 
     def end_leaving(self, change: int) -> None:
-        """End the processes that have no role any more; the others drop what they kept for a change."""
+        """End the processes that have no role any more; the others drop the chunks that they kept for a change."""
         for member in self._leaving:
             runtime().end(member.actor)
         self._leaving.clear()
@@ -393,7 +393,7 @@ class Cluster(JobContext):
             runtime().call(member.actor, "forget", change)
 
     def living(self) -> dict[Any, Place]:
-        """Return where each process is that is not known to be dead, those among them that only hold chunks yet."""
+        """Return where each process runs that is not known to be dead, also those that only hold chunks by now."""
         dead = self.deaths.causes()
         leaving = [each for each in self._leaving if not each.watch.done()]
         members = [each for peer, each in self.members.items() if peer not in dead]
@@ -402,7 +402,7 @@ class Cluster(JobContext):
     def unused(
         self, seats: Collection[int], coming: Collection[Any], spare: Collection[Any]
     ) -> set[int]:
-        """Return those of some seats that no process has, but for spare ones, which can be ended.
+        """Return the seats that no process uses, except spare processes, which can be ended.
 
         Servers run in workers' seats too, and a spare process that has become a worker stays where it is.
         """
@@ -431,7 +431,7 @@ class Cluster(JobContext):
         return f"{shown} on {where}; RAY_ADDRESS or ray.init() for a cluster"
 
     def holdings(self) -> Holdings:
-        """Return the processes that hold each chunk."""
+        """Return, for each chunk, the processes that hold it."""
         return holdings(self.job, lambda server: self.members[self.process_of(server)].actor)
 
     def start_worker(self, index: int, seat: int | None = None) -> Any:
@@ -475,7 +475,7 @@ class Cluster(JobContext):
         self.router.start("steepest driver")
         if self.job.strategy.in_driver:
             connect_to(self, self.ends, list(self.actors.values()))
-        if held is not None:  # before servers send what they have to all who join
+        if held is not None:  # before servers send their weights to all processes that join
             carry(self, held, self.holdings())
         workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
         joins = [
@@ -515,7 +515,7 @@ class Cluster(JobContext):
             ) from None
 
     def wait(self, future: Future[T], what: str) -> T:
-        """Return what a future of the router's thread holds, within `DeadlineConfig.step` seconds.
+        """Return the result of a future of the router's thread, within `DeadlineConfig.step` seconds.
 
         Raises:
             DeadlineError: the future is not done by then.
@@ -544,7 +544,7 @@ class Cluster(JobContext):
         unbroken(lambda: self._end(dropped), "steepest shutdown")
 
     def _end(self, dropped: bool) -> None:
-        """Do what `shutdown` says."""
+        """Carry out `shutdown`."""
         self.owner.end()
         self.disconnect()
         self.lease.end()

@@ -28,7 +28,7 @@ from steepest.runtime.ray_private import (
 )
 from steepest.runtime.unbroken import unbroken
 
-#: Milliseconds for which Ray keeps a process that it has started ahead, and for which no CPU is free; by Ray's name.
+#: Milliseconds for which Ray keeps a process that it has started ahead while no CPU is free; by Ray's name.
 _KEEPS_STARTED = "idle_worker_killing_time_threshold_ms", 30_000
 
 
@@ -37,8 +37,8 @@ def ensure_ray(
 ) -> bool:
     """Connect to Ray unless this process is connected; return whether this call did.
 
-    RAY_ADDRESS names a running cluster; without it a new one is started on this machine, see `start_ray`. A template
-    is ended where no Ray is started.
+    RAY_ADDRESS names a running cluster; without it a new one is started on this machine, see `start_ray`. If no Ray is
+    started, `template` is ended.
     """
     is_up = ray.is_initialized()
     address = None if is_up else cluster_address()
@@ -56,8 +56,8 @@ def ensure_ray(
 def connect(address: str) -> None:
     """Connect this process to a running cluster.
 
-    Ray sends no token unless RAY_AUTH_MODE says so; a token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH
-    is to be sent, so RAY_AUTH_MODE is set to "token" then, if it is not set.
+    Ray sends a token only if RAY_AUTH_MODE says so. If there is one in RAY_AUTH_TOKEN or
+    RAY_AUTH_TOKEN_PATH, and RAY_AUTH_MODE is not set, it is therefore set to "token".
 
     Raises:
         ConfigurationError: the cluster does not let this process in, or is of another version.
@@ -93,8 +93,8 @@ def start_ray(
 ) -> None:
     """Start a cluster on this machine, with `num_cpus` at least, and connect to it.
 
-    Its workers are forks of a template, which is started here unless one is given, and ends with Ray. Ray asks
-    for a token from then on: one of the environment, or of the user's home, or a new one that Ray keeps there, or
+    Its workers are forks of a template, which is started here unless one is given, and ends with Ray. From then on
+    Ray asks for a token: one from the environment or the user's home, or a new one that Ray keeps there, or in
     `ray_folders`.
 
     Raises:
@@ -111,8 +111,8 @@ def start_ray(
     if template is None and workers_start_as_usual():
         template = start_template()
     cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
-    # "local": not what an earlier `ray start` on this machine left, which may be dead and is
-    # asked for minutes
+    # "local": not the address that an earlier `ray start` on this machine left, which may be dead and
+    # would be tried for minutes
     level = logging.WARNING if verbose else logging.ERROR
     # Ray starts a process for each CPU at once. A job reserves the CPUs before it starts its workers: by default Ray
     # would end these processes a second after that, and start others for the workers.
@@ -146,7 +146,7 @@ def start_ray(
 
 
 def _words(error: Exception) -> str:
-    """Return what an exception of Ray's says, in one line."""
+    """Return the message of an exception of Ray's in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -164,7 +164,7 @@ def ray_session(num_cpus: int | None = None, template: Template | None = None) -
 def end_ray() -> None:
     """Disconnect from Ray, and end the one that this process has started.
 
-    Ray's own function, interrupted amid its work, is called once more at exit, and may end the process by SIGSEGV.
+    Ray's own function, if interrupted, is called again at exit, and may end the process by SIGSEGV.
     """
     unbroken(ray.shutdown, "steepest ends Ray")
 

@@ -1,4 +1,4 @@
-"""What is known of a job's processes: where each runs, how it is called, what it is part of."""
+"""What the driver knows of a job's processes: where each runs, how it is called, what it is part of."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MOST_SAMPLES = 64  # of a share, in an error
 
 @dataclass(frozen=True)
 class Lineup:
-    """The processes of which a job is put together."""
+    """The processes that will form a job."""
 
     config: Strategy
     num_workers: int
@@ -64,7 +64,7 @@ class Member:
 
 
 class JobContext:
-    """What is known of a job and its processes; it is changed by its own methods and `Cluster`'s alone."""
+    """What the driver knows of a job and its processes; only its own methods and `Cluster`'s change it."""
 
     client: Client  # the driver's end of the job; used through `Cluster.on_router`
     job: Job  # its facts as it is now
@@ -123,13 +123,13 @@ class JobContext:
 
     @property
     def step(self) -> int:
-        """Steps committed, as far as the driver has heard; amid a change, when it began."""
+        """Steps committed, as far as the driver has heard; during a change, those at its beginning."""
         if self._standing is not None:
             return self._standing
         return self.job.step_of(self.client.position.version)
 
     def stand(self, step: int | None) -> None:
-        """Let `step` be a number while processes change their roles; None when they have them."""
+        """Fix `step` while processes change their roles; None once they have them."""
         self._standing = step
 
     def silence_of(self, peer: Peer, seconds: float) -> str:
@@ -154,7 +154,7 @@ class JobContext:
         return list(self.actors.values())
 
     def samples_of(self, share: int) -> str:
-        """Return the samples of a share in words; "" where data choose their own samples."""
+        """Return the samples of a share in words; "" if data choose their own samples."""
         job, plan = self.job, self.plan[0]
         if plan is None:
             return ""
@@ -165,7 +165,7 @@ class JobContext:
         return f"samples {shown}{more} of the data set"
 
     def seat_of(self, peer: Peer) -> int:
-        """Return the number under which failures of a process' place are counted."""
+        """Return the number of the seat to which a process' failures are counted."""
         return self.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
 
     def lost_peers(self) -> set[Peer]:
@@ -185,12 +185,12 @@ class JobContext:
         self.plan = (plan, seed)
 
     def shift_schedule(self, updates: int) -> None:
-        """Note that the learning-rate schedule stands some updates further than the steps say."""
+        """Note that the learning-rate schedule is `updates` updates ahead of the steps."""
         self.job = replace(self.job, schedule_offset=self.job.schedule_offset + updates)
         self.roles_due = True
 
     def await_successors(self, dead: Collection[Peer]) -> None:
-        """Note which dead processes are being replaced or done without; others are an error."""
+        """Note the dead processes that are being replaced or left out; other deaths are errors."""
         self.awaited = frozenset(dead)
 
     def extend_deadline(self) -> None:
@@ -210,7 +210,7 @@ class JobContext:
         *,
         after_step: bool = False,  # processes may have to end a step before
     ) -> list[Any]:
-        """Return what calls of processes return, while these start or are put together anew.
+        """Return the results of calls of processes that start or get new roles.
 
         The deadline is counted from the job's start, or from the last `extend_deadline`.
 
@@ -239,7 +239,7 @@ class JobContext:
             name = who_raised(error, named)
             try:
                 raise_remote(error, name, what)
-            except ShutdownError as ended:  # its router, not this trainer
+            except ShutdownError as ended:  # of its router, not of this trainer
                 raise PeerLostError(f"{name} ended before it could {what}") from ended
         except ProcessDiedError as error:
             drop_calls(refs)
@@ -257,15 +257,15 @@ class JobContext:
     ) -> Iterator[Any]:
         """Yield each of some calls of processes, or futures of other threads, as it ends.
 
-        The owner runs what it is asked meanwhile, and silent processes are looked for. Every wait
-        for a job's processes that has a deadline is this one.
+        Meanwhile the owner serves requests, and silent processes are looked for. Every wait for a
+        job's processes that has a deadline goes through here.
 
         Args:
             calls: that are waited for.
             seconds: within which all have to end.
-            late: called with those that have not; returns what has passed its deadline, for the
-                report, and the words of the error.
-            look: called while nothing ends; what it raises ends the wait.
+            late: called with those that have not; returns the name of the wait, for the report, and
+                the text of the error.
+            look: called while nothing ends; its exception ends the wait.
 
         Raises:
             DeadlineError: not all have ended in time; what each process does was logged before.

@@ -51,7 +51,7 @@ class Deaths:
         return None if death is None else death.cause
 
     def causes(self) -> dict[Peer, str]:
-        """Return the processes that are dead, and why, see `cause`; Ray is asked once for all."""
+        """Return the dead processes with their causes, see `cause`; Ray is asked once for all."""
         watches = self._context.watches
         unsure = [watch for watch in watches.values() if watch not in self._known]
         ended = runtime().wait(unsure, 0)
@@ -65,12 +65,12 @@ class Deaths:
         return "" if death is None else death.traceback
 
     def is_believed(self, peer: Peer) -> bool:
-        """Return whether a process is dead, and Ray was not the one to say so."""
+        """Return whether a process was declared dead without word from Ray."""
         death = self._death(peer)
         return death is not None and death.believed
 
     def declare(self, peer: Peer, why: str) -> str:
-        """Declare a process dead and kill it, although it may live out of reach.
+        """Declare a process dead and kill it; it may be alive, but unreachable.
 
         Returns:
             The cause of its death: Ray's explanation, if there is any, or `why`.
@@ -83,10 +83,10 @@ class Deaths:
         return why
 
     def is_repeated(self, peer: Peer, seat: int) -> bool:
-        """Return whether starting another process in a dead one's seat is of no use.
+        """Return whether starting another process in a dead one's seat is useless.
 
-        It is when the process ended by an error of its own, as the one before it in the same seat
-        did, with no version committed in between. The end of the process is remembered.
+        It is if the process ended by an error of its own, as did the one before it in the same seat,
+        without a version committed in between. This end is remembered for the next call.
         """
         if not self.traceback(peer):
             return False
@@ -159,7 +159,7 @@ class Deaths:
 
 
 def persistently(start: Callable[[], T], allowed: int) -> T:
-    """Return what a function returns that starts a job; call it again if a process dies meanwhile."""
+    """Call a function that starts a job, again if a process dies meanwhile, and return its result."""
     for left in range(allowed, 0, -1):
         try:
             return start()

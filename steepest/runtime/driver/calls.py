@@ -1,4 +1,4 @@
-"""What users' calls do with a job: each runs when the job is whole, and once more when a process dies meanwhile."""
+"""Users' calls of a job: each runs when the job is whole, and again if a process dies meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Has functions run that read or replace a job's state; any thread may ask."""
+    """Runs functions that read or replace a job's state; any thread may use it."""
 
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self.owner: Owner = cluster.owner
@@ -31,14 +31,14 @@ class Calls:
 
     @owned(Moment.FREE)
     def once(self, function: Callable[[], T]) -> T:
-        """Return what a function returns that is called once, when no process is dead."""
+        """Call a function once, when no process is dead, and return its result."""
         self._supervisor.await_whole()
         with self.owner.for_caller():
             return function()
 
     @owned(Moment.FREE)
     def surviving(self, function: Callable[[], T]) -> T:
-        """Return what a function returns; call it once more whenever a process dies meanwhile."""
+        """Call a function, again whenever a process dies meanwhile, and return its result."""
         with self.owner.for_caller():
             return self._surviving(function)
 
@@ -78,9 +78,9 @@ class Calls:
 
     @owned(Moment.FREE)
     def replacing(self, function: Callable[[], object]) -> None:
-        """Call a function that sets another state, and copy that; both again if a process dies meanwhile.
+        """Call a function that sets another state, and copy that state; repeat both if a process dies meanwhile.
 
-        What has begun comes to its end, also when nobody waits for it any more.
+        A change that has begun is completed, also if the caller does not wait for it any more.
         """
         supervisor = self._supervisor
 
@@ -103,14 +103,14 @@ class Calls:
             self._surviving(whole)
 
     def reading(self, function: Callable[[], T]) -> T:
-        """Return what a function returns that reads from the job, also amid training.
+        """Call a function that reads from the job, also during training, and return its result.
 
-        It is called once more when the job was put together anew after a death meanwhile.
+        It is called again if the job was reassembled after a death meanwhile.
         """
         supervisor = self._supervisor
 
         def read() -> list[T]:
-            """Return what the function returns, in a list that is empty where a process has died."""
+            """Return the function's result in a list; an empty list if a process has died."""
             supervisor.raise_kept()
             before = supervisor.processes()
             try:
@@ -148,4 +148,6 @@ class Calls:
             self.replacing(lambda: state.set_weights(own, version))
         cluster.unfrozen |= names
         self._supervisor.await_whole()
-        self.replacing(lambda: None)  # a copy, since older ones know nothing of it
+        self.replacing(
+            lambda: None
+        )  # takes a new copy of the state, since older ones lack these parameters

@@ -1,4 +1,4 @@
-"""Checkpoints that are kept while `fit` runs: when, which stay, and which one a run resumes."""
+"""Checkpoints that are kept while `fit` runs: when they are written, which stay, and which one a run resumes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _TRIES = 3
 class CheckpointManager:
     """Keeps checkpoints for `DistributedSGD`, and counts the steps that were done before it began.
 
-    Training pauses while the state is read, but for the rows of embedding tables: servers send them as
-    they were then, while it goes on. A thread writes it, see `CheckpointKeeper`.
+    Training pauses while the state is read, except the rows of embedding tables: servers send a snapshot
+    of them while training goes on. A thread writes the state, see `CheckpointKeeper`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointManager:
 
     @property
     def folder(self) -> Path | None:
-        """The directory of checkpoints; None where there is none on this machine."""
+        """The directory of checkpoints; None if there is none on this machine."""
         place = None if self._policy is None else place_of(self._policy.path)
         return place if isinstance(place, Path) else None
 
@@ -141,11 +141,11 @@ class CheckpointManager:
         _tell_of(signature, saved, path, data)
 
     def ask(self, steps: int | None, epochs: int | None) -> Callable[[], int]:
-        """Return a function of the number of steps with which so many steps or epochs more are done.
+        """Return a function of the number of committed steps at which so many more steps or epochs are done.
 
-        Steps that were taken before this process began, and were not asked for yet, are the first
-        of them; a `fit` that was ended early then has no others. The end of an epoch moves when a
-        step covers another number of samples.
+        Steps that were taken before this process began, and that no `fit` has asked for yet, are the
+        first of them; a `fit` that was ended early then has no others. The end of an epoch moves if
+        the number of samples in a step changes.
         """
         begin = self.reached - self._ahead
         self.begun = begin
@@ -166,7 +166,7 @@ class CheckpointManager:
         return goal
 
     def ended_early(self, goal: int) -> None:
-        """Note, for whoever resumes, that the present `fit` ends before its goal."""
+        """Note, for a run that resumes, that the present `fit` ends before its goal."""
         if self._training.step < goal:
             self._early.append((self.begun, self._training.step))
             self.changed()
@@ -223,7 +223,7 @@ class CheckpointManager:
         return None if best is None else best.step
 
     def require_no_best(self) -> None:
-        """Check that no metric is to be watched, for a `fit` without evaluations."""
+        """Check that checkpoints watch no metric, for a `fit` without evaluations."""
         if self._policy is not None and self._policy.best is not None:
             raise ConfigurationError(
                 f"Checkpoints(best={self._policy.best!r}) needs fit(..., validation=data)"
@@ -256,7 +256,7 @@ class CheckpointManager:
         self._calls.surviving_here(self._state.collect, write)
 
     def _with_history(self, saved: files.Checkpoint) -> files.Checkpoint:
-        """Return a checkpoint with what is known on the driver's side."""
+        """Return a checkpoint with the driver's own state added."""
         history = self._training.history
         history.flush()
         history_state = {
@@ -283,7 +283,7 @@ class CheckpointManager:
             self._keep()
 
     def restore(self, path: str | Path, data: str) -> None:
-        """Continue from a checkpoint that the user chose: later steps are to be done again."""
+        """Continue from a checkpoint that the user chose: later steps will be done again."""
         saved = files.read_apart(place_of(path))
         signature = self._state.signature()
         self._calls.replacing(lambda: self._state.place(saved, path, data))
@@ -305,14 +305,14 @@ class CheckpointManager:
 
     @property
     def _has_changed(self) -> bool:
-        """Whether the state is to be written, and is not on disk."""
+        """Whether the state has to be written, as it is not on disk."""
         return self._keeper is not None and self._keeper.written != self._place
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Take steps in a block; note whether an error in it leaves processes dead or mute.
+        """Take steps in a block; note whether an error in it may leave processes dead or silent.
 
-        Such processes are not asked for their state at the end.
+        Then no state is read from them at the end.
         """
         try:
             yield
@@ -323,9 +323,9 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def at_end(self) -> Iterator[None]:
-        """Have the state on disk when a block ends, also by an error.
+        """Write the state to disk when a block ends, also by an error.
 
-        After an error that leaves processes dead or mute no state is read.
+        After an error that may leave processes dead or silent no state is read.
         """
         try:
             yield
@@ -371,7 +371,7 @@ class CheckpointManager:
         keeper.require_written()
 
     def _finish_quietly(self, ask: bool = True) -> None:
-        """Do as `_finish`, and log its error, because another error is being raised."""
+        """Call `_finish`, and log its error, because another error is being raised."""
         try:
             self._finish(ask)
         except SteepestError as error:
@@ -422,5 +422,5 @@ def _tell_of(
 
 
 def _is_doubtful(error: BaseException | None) -> bool:
-    """Return whether processes may be dead or mute after an error, so that waiting is of no use."""
+    """Return whether processes may be dead or silent after an error, so that waiting is useless."""
     return isinstance(error, (PeerLostError, DeadlineError, ShutdownError))

@@ -1,4 +1,4 @@
-"""Checkpoints written beside training; a disk that hangs stops neither it nor its end."""
+"""Checkpoints written beside training; a disk that hangs blocks neither training nor shutdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PAUSE_SECONDS = 0.1
 
 @dataclass(eq=False)
 class _Writing:
-    """One thing that is being written."""
+    """One write in progress."""
 
     moved: float  # time of its last progress, by the writer's clock
     file: object  # the path or URL that was worked on then
@@ -49,7 +49,7 @@ class _Writing:
             raise CheckpointError("the trainer was shut down meanwhile")
 
     def run(self) -> None:
-        """Do it, unless that was done; on the writer's thread."""
+        """Carry it out, unless that was done; on the writer's thread."""
         write, self.write = self.write, None
         if write is None:
             return
@@ -64,7 +64,7 @@ class _Writing:
 
 
 def _do_each(works: Queue[_Writing | None]) -> None:
-    """Do one thing after the other, until None comes."""
+    """Carry out one write after the other, until None comes."""
     while True:
         work = works.get()
         if work is None:
@@ -74,11 +74,11 @@ def _do_each(works: Queue[_Writing | None]) -> None:
 
 
 class Writer:
-    """Writes one thing at a time, on a thread that does not keep the interpreter from ending.
+    """Carries out one write at a time, on a thread that does not keep the interpreter from ending.
 
     A thread that hangs in a system call cannot be ended: it is left behind, and nothing else is
-    written until it returns. What a signal's handler raises in `start` and `settled` leaves the
-    writer whole: what the thread was not told of it is told of by the next `settled`.
+    written until it returns. If a signal's handler raises in `start` or `settled`, the writer stays
+    consistent: the next `settled` hands over a write that the thread has not received.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Writer:
         )
 
     def end(self, then: Callable[[], None]) -> None:
-        """Write nothing more; what hangs is given up if it ever makes progress."""
+        """Write nothing more; a write that hangs is given up if it ever makes progress."""
         works, self._works = self._works, None
         if works is not None:
             works.put(None)
@@ -169,8 +169,8 @@ class _Unwritten(NamedTuple):
 class CheckpointKeeper:
     """Writes checkpoints, and the rows of the history, to one directory beside training.
 
-    When the next checkpoint is due before one is written, training waits for that: so memory holds
-    one state at most, and a disk that is too slow is noticed.
+    If the next checkpoint is due before one is written, training waits for it: so memory holds one
+    state at most, and a disk that is too slow is noticed.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class CheckpointKeeper:
         self._chain: _Chain | None = None
 
     def resume_history(self, step: int, manifest: Mapping[str, Any], most: int) -> None:
-        """Continue the history after a step, of a checkpoint with this manifest; keep so many rows in memory."""
+        """Continue the history after the step of a checkpoint with this manifest; keep `most` rows in memory."""
         file = self._file
         try:
             rows = file.resume(step, most)
@@ -220,7 +220,7 @@ class CheckpointKeeper:
         began: float,
         best: int | None,
     ) -> None:
-        """Begin to write a state, at a place, for which training has paused since some time."""
+        """Begin to write a state, for which training has paused."""
         history, paused = self._unwritten(), system().now() - began
         try:
             self._rows, self.written = rows, place

@@ -21,8 +21,8 @@ LOCK = "lock"
 class DirectoryLock:
     """A lock on a directory, which the kernel releases when this process ends, however it ends.
 
-    It is a lock on the file `lock` there, which says which process holds it, and stays. On file
-    systems without locks a warning is logged, and nothing is locked. At a URL it is a `PrefixLease`.
+    It is a lock on the file `lock` there, which names the process that holds it, and is not removed. On
+    file systems without locks a warning is logged, and nothing is locked. At a URL it is a `PrefixLease`.
     """
 
     def __init__(self, policy: Checkpoints | None) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a trainer that is garbage-collected without having been shut down."""
+"""The end of a trainer that is garbage-collected without having been shut down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def drop(cluster: Cluster, keeping: CheckpointManager, process: int) -> None:
     """End a trainer's processes, on a thread of its own, and log a warning.
 
-    A garbage collection may come in the middle of anything, so nothing is waited for here.
+    A garbage collection may come in the middle of any other work, so this does not wait.
     """
     if os.getpid() == process:
         system().begin(partial(_drop, cluster, keeping))

@@ -19,7 +19,7 @@ _METHODS = (
     "on_fit_end",
 )
 
-#: Takes steps until so many are committed as a function returns, with statistics or without, and
+#: Takes steps until as many are committed as a function returns, with statistics or without, and
 #: calls another function for each.
 Train = Callable[[Callable[[], int], bool, Callable[[StepResult], None]], None]
 
@@ -157,7 +157,7 @@ class Fit:
             callback.on_step(self._sgd, result)
 
     def _tell(self) -> None:
-        """Tell callbacks of events, and of another number of steps where these have changed it."""
+        """Call callbacks for events, and for a changed number of steps."""
         self._feed.tell(self._sgd, self._callbacks)
         if self._at - self._begin != self._length:
             self._length = self._at - self._begin
@@ -166,7 +166,7 @@ class Fit:
 
     @property
     def _evaluation_is_due(self) -> bool:
-        """Whether one is due at this step of this `fit`, and was not made, also before a death."""
+        """Whether an evaluation is due at this step of this `fit`, and was not made, also before a death."""
         keeping = self._keeping
         if self._data is None or keeping.step <= max(keeping.begun, keeping.evaluated):
             return False
@@ -215,6 +215,6 @@ def check_callbacks(callbacks: object) -> None:
 
 
 def _overriding(callbacks: Sequence[Callback], method: str) -> list[Callback]:
-    """Return the callbacks that override a method, for which workers pause then."""
+    """Return the callbacks that override a method, for which workers therefore pause."""
     inherited = getattr(Callback, method)
     return [c for c in callbacks if getattr(type(c), method, inherited) is not inherited]

@@ -20,7 +20,7 @@ from steepest.runtime.driver.training import Training
 
 log = logging.getLogger(__name__)
 _MEMORY_SECONDS = 5.0  # from one look at the processes' memory to the next
-_SECONDS = 0.2  # within which the rows are not read anew
+_SECONDS = 0.2  # within which the rows are not read again
 
 
 class JobPage:
@@ -43,7 +43,7 @@ class JobPage:
 
     @property
     def address_file(self) -> Path:
-        """A file with the whole address, which this user alone can read."""
+        """A file with the whole address, which only this user can read."""
         return self._address.file
 
     def announce(self) -> None:
@@ -52,7 +52,7 @@ class JobPage:
         log.warning("the page of this job: steepest watch %s:%d", host, port)
 
     def close(self) -> None:
-        """Serve the page no more; a second call does nothing."""
+        """Stop serving the page; a second call does nothing."""
         self._address.remove()
         self._server.close()
 
@@ -79,7 +79,7 @@ def open_page(
 
 
 class LiveRun:
-    """What the page of a live job shows, read when it is asked for: nothing is done while nobody looks."""
+    """The data of a live job's page, read only on request: an open page costs nothing while no browser shows it."""
 
     def __init__(self, cluster: Cluster, training: Training, name: str) -> None:
         self._cluster, self._training = cluster, training
@@ -118,7 +118,7 @@ class LiveRun:
         return report(self._cluster)
 
     def _catch_up(self) -> None:
-        """Add the rows that are new, some at a time: training waits for the history meanwhile."""
+        """Add new rows, some at a time, because training waits for the history meanwhile."""
         while True:
             rows, self._row, cuts = self._history.since(self._row)
             if cuts != self._cuts:  # steps are taken again: others than those that are known

@@ -18,12 +18,12 @@ class Prometheus(Logger):
     """Keep Ray's metrics at the last values of a run, for Prometheus to collect.
 
     A number that loggers call "train/loss" is the gauge ``ray_steepest_train_loss`` with the tag
-    "run". When the run ends, the gauges of workers and servers are 0. The first 200 names get a gauge;
-    a warning says of which they are the first.
+    "run". When the run ends, the gauges of workers and servers are 0. Only the first 200 names get a
+    gauge; a warning says so.
 
     Args:
-        run: the tag's value, such as the name of what is trained.
-        settings: as of `Logger`.
+        run: the tag's value, such as the name of the model.
+        settings: see `Logger`.
     """
 
     def __init__(self, run: str = "steepest", **settings: Any) -> None:
@@ -34,7 +34,7 @@ class Prometheus(Logger):
         self._full = False
 
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Continue where the gauges are: they have the last values only."""
+        """Continue with the gauges as they are: they have only the last values."""
         return self._run, {}
 
     def log(self, points: Sequence[Point]) -> None:
@@ -46,7 +46,7 @@ class Prometheus(Logger):
             self._set(name, value)
 
     def finish(self, how: Ending) -> None:
-        """Say that no process is left."""
+        """Set the gauges of workers and servers to 0."""
         for name in ("job/workers", "job/servers"):
             self._set(name, 0.0)
 

@@ -98,7 +98,7 @@ class Timeline:
                 fetched = system().now()
 
     def _look(self, least: int = _CAPACITY // 2) -> None:
-        """Have processes that are new record, and fetch what the others have, if it is much."""
+        """Have new processes record, and fetch the spans of the others if there are many."""
         actors, places = self._cluster.actors, self._cluster.places
         actors = {peer: actor for peer, actor in actors.items() if peer in places}
         if self._router is not self._cluster.router:  # another one after some changes of the job
@@ -120,7 +120,7 @@ class Timeline:
             self._add(self._known[actors[peer]], count, block)
 
     def _add(self, process: ProcessSpans, count: int, block: bytes) -> None:
-        """Keep what was fetched of a process, as long as there is room."""
+        """Keep the fetched spans of a process, as long as there is room."""
         new = len(block) // SPAN.size
         if self._fetched + new > _MOST_SPANS:
             block, new = b"", 0
@@ -176,7 +176,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def recorded(timeline: Timeline, release: Callable[[], None]) -> Iterator[None]:
-    """Record a block; what the block raises is raised, and the file is written all the same."""
+    """Record a block, and write the file also if the block raises."""
     try:
         yield
     except BaseException:

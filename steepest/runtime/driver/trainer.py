@@ -91,7 +91,7 @@ class DistributedSGD:
             `run_config.deadlines.start` seconds. Below `min` workers they wait for one.
         devices_per_worker: replicas in each worker.
         gpu: whether each replica is on a GPU of its own instead of the CPU; on one machine without Ray workers
-            share GPUs where these are fewer.
+            share GPUs if there are fewer.
         strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object.
         accumulate: batches whose gradients each replica adds up in a step, one after the other; a
             step covers ``num_workers * devices_per_worker * accumulate * batch_size`` samples.
@@ -106,8 +106,8 @@ class DistributedSGD:
         checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in
             that directory is restored, and `fit` leaves out as many steps as it has: the same
             program, started again, ends where it would have ended. None to keep none.
-        extensions: what attaches to the workers, see `docs/explanation/extensions.md`; each is pickled. None for
-            all that the library has (`steepest.extensions.EXTENSIONS`).
+        extensions: attach to the workers, see `docs/explanation/extensions.md`; each is pickled. None for all that
+            the library has (`steepest.extensions.EXTENSIONS`).
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -211,7 +211,7 @@ class DistributedSGD:
         self._supervisor.start()
 
     def _end_start(self) -> None:
-        """End the processes of a start that has failed; do nothing where there was none."""
+        """End the processes of a failed start, if there are any."""
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
@@ -282,7 +282,7 @@ class DistributedSGD:
         """Take one step, and return its result when it is committed.
 
         A step is one batch, or `accumulate` batches, on every replica. Steps that a death has undone
-        since the last call are taken again before.
+        since the last call are taken again first.
 
         Args:
             fetch_stats: whether to compute and return loss, metrics and timings too.
@@ -339,8 +339,8 @@ class DistributedSGD:
             asked for.
 
         Raises:
-            StepError: as `step`; what a callback raises is raised too. Steps committed until then
-                stay.
+            StepError: as for `step`. The exception of a callback is raised, too. Steps that were committed
+                before stay committed.
             CheckpointError: a checkpoint could not be written; raised when the next one is due, or
                 at the end.
         """
@@ -360,7 +360,7 @@ class DistributedSGD:
             return result
 
     def _first_line(self) -> str:
-        """Return, the first time, what trains and where; "" later."""
+        """Return, at the first call, a line on the model and the processes; "" later."""
         said, self._said_where = self._said_where, True
         return "" if said else self._training.cluster.in_words()
 
@@ -382,12 +382,12 @@ class DistributedSGD:
     def stop(self) -> None:
         """End the present `fit` after the last committed step, with workers idle.
 
-        It is called by a callback or on another thread, and returns at once; without a `fit` it
-        does nothing. Steps that are granted and not begun are taken back. The step that workers compute
-        just then is committed as a whole, or taken back as a whole and taken again by the next call
-        of `fit` or `step`. Callbacks are called for each step that was committed, then `fit`
-        returns normally: there is no evaluation and no `on_epoch_end` for a part of an epoch, and
-        with `checkpoints` the state is written. The next `fit` continues after the last step.
+        Call it in a callback or on another thread; it returns at once, and without a `fit` it does
+        nothing. Steps that are granted and not begun are taken back. The step that workers are
+        computing is committed as a whole, or taken back as a whole and repeated by the next call of
+        `fit` or `step`. Callbacks are called for each step that was committed, then `fit` returns
+        normally: there is no evaluation and no `on_epoch_end` for a part of an epoch, and with
+        `checkpoints` the state is written. The next `fit` continues after the last step.
         """
         self._training.stop()
 
@@ -396,16 +396,16 @@ class DistributedSGD:
 
         Between steps, and in callbacks that are called between them, the next step has it. In
         `on_step`, or on another thread while workers train, they stop for a moment first, as for
-        `stop`, and the next step that they begin has it; what depends on the step alone is better
-        given as `learning_rate=` or `lr_scheduler=` of the model. The rate is kept in checkpoints,
-        and under another strategy; steps that are taken again after a death have the rates that
-        they had. Under "local" it is that of the workers' own optimizers.
+        `stop`, and the next step that they begin has it; for a rate that depends only on the step,
+        use `learning_rate=` or `lr_scheduler=` of the model. The rate is kept in checkpoints, and
+        under another strategy; steps that are repeated after a death have the rates that they had.
+        Under "local" it is that of the workers' own optimizers.
 
         Args:
             rate: for all parameter groups, or one for each, in the order of the optimizer's groups;
-                it holds until it is set again, whatever a schedule says of the learning rate. Other
-                hyperparameters that the schedule sets go on. None for the schedule's rate in the
-                step that it has come to, or the optimizer's own if there is no schedule.
+                it holds until it is set again, and overrides a schedule's learning rate. Other
+                hyperparameters still follow the schedule. None for the schedule's rate at the
+                present step, or the optimizer's own if there is no schedule.
 
         Raises:
             ConfigurationError: it is negative or not finite, there are not as many as groups, or
@@ -437,7 +437,7 @@ class DistributedSGD:
             return result
 
     def _evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
-        """Do as `evaluate`, without a row in the history."""
+        """Evaluate, without a row in the history."""
         require_batch_size(batch_size)
         cluster = self._live()
 
@@ -457,9 +457,9 @@ class DistributedSGD:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
 
-        It may be called at any time, from any thread. While workers train it is the version of the
-        moment: in `Callback.on_step` that of a later step than the callback is called with, of
-        which the log has a warning once. Workers wait in `Callback.after_step`.
+        It may be called at any time, from any thread. While workers train it is the present version:
+        in `Callback.on_step` that of a later step than the callback's, which is logged once as a
+        warning. In `Callback.after_step` workers wait.
 
         Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged
         over replicas, as buffers are. During training each replica sends its own between two of its
@@ -550,8 +550,8 @@ class DistributedSGD:
         It is for functions that give the same result when they are run again, see `steepest.loop.run`.
 
         Args:
-            fn: has a user's loop go on.
-            loop: the name of that, for errors.
+            fn: continues a user's loop.
+            loop: the name of the loop, for errors.
         """
         with self._idle("run"):
             again, on_models = self._calls.surviving, remote_functions.on_models
@@ -602,9 +602,9 @@ class DistributedSGD:
     def page(self, host: str = "127.0.0.1", port: int = 0) -> JobPage:
         """Serve the page of this job to a browser, until the trainer is shut down; any thread may ask.
 
-        It shows curves, what each worker spends its time on, changes of the job and processes, twice a
-        second anew, and the stacks of all processes. While nobody looks it costs nothing. Whoever has
-        its `url`, which has a token, sees it; nobody else does. A second call returns the same page.
+        It shows curves, how each worker spends its time, changes of the job, processes, updated twice a
+        second, and the stacks of all processes. It costs nothing while no browser shows it. Its `url` has a
+        token, without which the page cannot be seen. A second call returns the same page.
 
         Args:
             host: the address at which it listens: by default this machine alone reaches it. With another
@@ -701,16 +701,16 @@ class DistributedSGD:
         Training continues at exactly the sample after the last one. With the same global batch it
         takes the same steps, to rounding, at any number of workers.
 
-        Data of as many samples whose fingerprint is another one are taken for the same data; a
-        warning says in what they differ. Embedding tables that the checkpoint has not begin without
-        rows, and its others are left out; a warning names both.
+        Data of the same length with another fingerprint are taken for the same data; a warning names
+        the difference. Embedding tables that the checkpoint lacks begin without rows, and further ones
+        in the checkpoint are left out; a warning names both.
 
         Args:
             path: a directory, or a URL such as ``s3://bucket/best``.
             data: "continue" for the position that the checkpoint has in its data; "new" to go on
-                with other data: they are begun with epoch 0, of which the samples that the
-                checkpoint has not visited are no part. Weights, optimizer state, rows of tables,
-                buffers, learning-rate schedules and the number of steps go on.
+                with other data, from epoch 0, without the samples that the checkpoint has not
+                visited yet. Weights, optimizer state, rows of tables, buffers, learning-rate
+                schedules and the number of steps continue.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another model or optimizer, or of another
@@ -731,8 +731,8 @@ class DistributedSGD:
             since: an earlier export of it, or its `cursor`: only the rows that have changed since then
                 are returned, and the ids whose rows were removed, for `ExportedTable.updated` and
                 `ServedTable.update`. All rows are returned of a table that workers hold, see `Table.replicate`,
-                and where that is not known: after a restore, when servers have moved, and for who has not asked
-                for very long. Servers know of no consumers: any number of them may have cursors of their own.
+                and if the changes are not known: after a restore, when servers have moved, and with a very old
+                cursor. Servers keep no list of consumers: any number of them may have cursors of their own.
 
         Raises:
             ConfigurationError: there is no such table, or `since` is of another one, or no cursor.
@@ -744,7 +744,7 @@ class DistributedSGD:
         )
 
     def describe_rows(self, name: str, ids: Sequence[int]) -> list[RowDescription]:
-        """Return what servers know of some ids of an embedding table, for debugging.
+        """Return the servers' records of some ids of an embedding table, for debugging.
 
         It may be called at any time, from any thread. The shards of these ids are read whole.
 
@@ -764,8 +764,8 @@ class DistributedSGD:
     def import_table(self, name: str, rows: ExportedTable | tuple[Any, Any]) -> None:
         """Give rows to ids of an embedding table: pretrained values, or another job's export.
 
-        Ids that have rows get these values instead, the others rows; their optimizer's slots begin anew. As
-        after `restore`, `log` and counters begin anew.
+        Ids that have rows get these values, others get new rows; their optimizer's slots begin anew. As after
+        `restore`, `log` and counters begin anew.
 
         Args:
             name: of the table.
@@ -943,4 +943,4 @@ class DistributedSGD:
 
 
 def _look(replicas: Replicas) -> None:
-    """Do nothing on a worker; what is unfrozen is looked at after each call."""
+    """Do nothing on a worker; unfrozen parameters are looked for after each call."""
