@@ -1,4 +1,4 @@
-"""What this process holds of a runtime: trainers and parameter servers that are not shut down."""
+"""The trainers and parameter servers of this process that are not shut down, and so hold a runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _began: str | None = None
 
 
 def _leave() -> None:
-    """Have a forked child hold nothing of its parent's."""
+    """Let a forked child hold none of its parent's."""
     global _lock, _began
     _lock, _began = threading.RLock(), None  # another thread may have held the lock
     _holders.clear()
@@ -43,17 +43,17 @@ class Holder:
 
 
 def hold(holder: Holder, name: str = "auto", *, verbose: bool = False) -> None:
-    """Add a new holder; connect before, if need be, see `JobRuntime.connect`.
+    """Add a new holder; connect before if necessary, see `JobRuntime.connect`.
 
-    The caller has it already, to let it go whatever ends this call.
+    The caller makes the holder, and can so let it go even if this call is interrupted.
 
     Args:
         holder: of the caller.
-        name: of the runtime, as of `RunConfig`; "auto" is that of what this process holds already.
+        name: of the runtime, see `RunConfig`; "auto" is the runtime that this process holds already.
         verbose: see `JobRuntime.connect`.
 
     Raises:
-        ConfigurationError: this process holds something of another runtime.
+        ConfigurationError: this process already holds another runtime.
     """
     global _began
     with _lock:
@@ -80,7 +80,9 @@ def let_go(
     if holder not in _holders:
         return
     _holders.remove(holder)
-    if dropped:  # perhaps within a garbage collection, which may come in the middle of anything
+    if (
+        dropped
+    ):  # perhaps within a garbage collection, which may come in the middle of any other work
         return
     with _lock:
         if runtime().is_up and _began == runtime().job and not _others(None):
@@ -89,7 +91,7 @@ def let_go(
 
 
 def who_else(holder: Holder) -> str:
-    """Return a sentence about what else this process holds and how to free it; "" for nothing."""
+    """Return a sentence on the other holders of this process and how to end them; "" for none."""
     with _lock:
         others = [other for other in _others(holder) if other.workers]
     if not others:

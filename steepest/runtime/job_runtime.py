@@ -1,6 +1,7 @@
-"""The seam to what runs a job's processes: how they are placed, started, called, watched and ended.
+"""The seam to the system that runs a job's processes: how they are placed, started, called, watched and ended.
 
-`runtime()` is that of this process, in the driver as in the others: Ray, processes of this machine, or a simulation.
+`runtime()` returns the runtime of this process, in the driver and in all others: Ray, processes of this machine, or a
+simulation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CallRaisedError(CallError):
     """The process has raised an exception, or was not sent an argument.
 
     Attributes:
-        cause: what it has raised; where an argument is the result of another call, how that has ended.
+        cause: the exception; if an argument is the result of another call, the error of that call.
     """
 
     def __init__(self, text: str, cause: BaseException) -> None:
@@ -58,9 +59,9 @@ class LateError(CallError):
 
 
 class Call(ABC):
-    """What a process was asked, or a value that was `put`; as an argument of a call it stands for its result.
+    """A call of a process, or a value that was `put`; as an argument of another call it stands for its result.
 
-    Results pass from process to process, and through the driver only where it asks for them.
+    Results pass from process to process, and through the driver only if it asks for them.
     """
 
     @abstractmethod
@@ -69,11 +70,11 @@ class Call(ABC):
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> Any:
-        """Return the result when it is there; raise how the call has ended otherwise, or `LateError`."""
+        """Return the result when it is there; raise the error of the call, or `LateError`."""
 
     @abstractmethod
     def future(self) -> Future[Any]:
-        """Return the future of the result, for which the driver asks thereby."""
+        """Return a future of the result, which the driver thereby asks for."""
 
 
 class Group(Protocol):
@@ -89,30 +90,29 @@ class Group(Protocol):
 
 
 class JobRuntime(Protocol):
-    """What a job's driver and processes need of where they run, beyond a clock and threads (`System`).
+    """The services of the system that runs a job's driver and processes, beyond a clock and threads (`System`).
 
-    Not the core's `Runtime`: a driver on many nodes asks for room, says where a process is to run,
-    hands what one process returns to another, has several calls run in a process at a time, and
-    looks for nodes that go.
+    A driver on many nodes asks for room, chooses where a process runs, passes results of one process
+    to another, has several calls run in a process at a time, and looks for nodes that will go.
     """
 
     @property
     def name(self) -> str:
-        """What `RunConfig(runtime=)` calls it."""
+        """Its name in `RunConfig(runtime=)`."""
 
     @property
     def in_words(self) -> str:
-        """What messages call where it runs processes, such as "this machine"."""
+        """The name in messages of the place where it runs processes, such as "this machine"."""
 
     @property
     def owns_process(self) -> bool:
-        """Whether a process of the job is one of the system's, of which all may be changed."""
+        """Whether each process of the job is an operating system's process of its own, and may change all of it."""
 
     # -- the connection --------------------------------------------------------------------------
 
     @property
     def is_up(self) -> bool:
-        """Whether this process is connected; a call would connect it anew."""
+        """Whether this process is connected; if not, a call would connect it."""
 
     @property
     def job(self) -> str:
@@ -125,14 +125,14 @@ class JobRuntime(Protocol):
         """Disconnect; processes end."""
 
     def answers(self, seconds: float) -> bool:
-        """Return whether what runs the processes can be reached, within some seconds."""
+        """Return whether the system that runs the processes can be reached, within some seconds."""
 
     def leaves_sigterm(self, handler: object, status: int) -> bool:
         """Return whether the driver's handler of SIGTERM may be replaced: it is the runtime's, or the system's.
 
         Args:
             handler: as `signal.getsignal` has it.
-            status: with which the program is to end, whatever it waits for.
+            status: the exit status with which the program is to end, also if it waits in a call.
         """
 
     # -- processes -------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class JobRuntime(Protocol):
         """Kill a process, without waiting."""
 
     def show_output(self, processes: Collection[Any]) -> None:
-        """Return when all that processes have printed is on this process' terminal, or after some seconds."""
+        """Return when all output of processes is on this process' terminal, or after some seconds."""
 
     def put(self, value: Any) -> Call:
         """Keep a value, which is pickled once, for calls of several processes."""
@@ -167,7 +167,7 @@ class JobRuntime(Protocol):
     def wait(
         self, calls: Collection[Call], seconds: float | None, number: int | None = None
     ) -> list[Call]:
-        """Wait until a number of calls (all) have ended, or some seconds; return so many of those that have."""
+        """Wait until a number of calls (by default all) have ended, or some seconds; return as many ended calls."""
 
     # -- this process ------------------------------------------------------------------------------
 
@@ -193,13 +193,13 @@ class JobRuntime(Protocol):
         """Show it under a name."""
 
     def processor_use(self, pid: int) -> tuple[float, bool] | None:
-        """Return what a process of this node does with processors, see `places.processor_use`."""
+        """Return the use of processors by a process of this node, see `places.processor_use`."""
 
     def processor_state(self, pid: int) -> str:
-        """Return what the kernel says of a process of this node."""
+        """Return the kernel's state of a process of this node, in words."""
 
     def last_lines(self, node: str, pid: int, logs: tuple[str, ...]) -> list[str]:
-        """Return the last lines that a process has printed, as far as they are kept; CallError if its node is gone.
+        """Return the last lines of a process' output, as far as they are kept; CallError if its node is gone.
 
         Args:
             node, pid: where it ran.
@@ -225,22 +225,22 @@ class JobRuntime(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether groups are placed where CPUs, or GPUs, are fewer than they ask for, and share them."""
+        """Whether groups are placed although there are fewer CPUs, or GPUs, than they ask for, and share them."""
 
     def nodes(self) -> dict[str, Mapping[str, float]]:
-        """Return the living nodes, by id, and what each has."""
+        """Return the living nodes by id, with the resources of each."""
 
     def leaving_nodes(self) -> dict[str, float]:
-        """Return the nodes that will go, with deadlines of `System.time`; 0 for one that is not known."""
+        """Return the nodes that will go, with deadlines of `System.time`; 0 for an unknown deadline."""
 
     def free_by_node(self) -> dict[str, dict[str, float]]:
-        """Return what is free on each node."""
+        """Return the free resources of each node."""
 
     def total(self) -> dict[str, float]:
-        """Return what all nodes have."""
+        """Return the resources of all nodes."""
 
     def free(self) -> dict[str, float]:
-        """Return what is free on all nodes."""
+        """Return the free resources of all nodes."""
 
     def group_around(self) -> Group | None:
         """Return the group whose bundles this process' own processes are to use, or None."""
@@ -252,7 +252,7 @@ class JobRuntime(Protocol):
         without: Collection[str] = (),
         node: str | None = None,
     ) -> Group:
-        """Ask for a group of bundles, without waiting for it, not on some nodes, if possible on `node`."""
+        """Ask for a group of bundles without waiting for it: not on some nodes, if possible on `node`."""
 
     def bundles(self, group: Group) -> dict[int, str]:
         """Return the node of each bundle of a group; "" of one that has no room yet."""
@@ -264,7 +264,7 @@ class JobRuntime(Protocol):
         """Give a group's room back; processes there end."""
 
     def reserved(self, without: Collection[str]) -> list[dict[str, float]]:
-        """Return the bundles that groups hold, but for those of some names."""
+        """Return the bundles that groups hold, except groups of some names."""
 
 
 #: The runtimes by name: their modules and classes.
@@ -276,7 +276,7 @@ _used: list[JobRuntime] = []
 
 
 def _leave() -> None:
-    """Have a forked child use a runtime of its own: the processes are its parent's."""
+    """Let a forked child use a runtime of its own: the processes belong to its parent."""
     _used[:] = [each for each in _used if not each.owns_process]
 
 
@@ -289,21 +289,21 @@ def use(other: JobRuntime) -> None:
 
 
 def runtime() -> JobRuntime:
-    """Return the runtime of this process: that of "auto", until another one is used."""
+    """Return the runtime of this process: the one of "auto", until another one is used."""
     if not _used:
         use(_made(chosen("auto")))
     return _used[-1]
 
 
 def _made(name: str) -> JobRuntime:
-    """Return a new runtime by its name: "ray" or "processes"; what it needs is imported then."""
+    """Return a new runtime by its name, "ray" or "processes"; its modules are imported only now."""
     module, kind = _KINDS[name]
     made: JobRuntime = getattr(importlib.import_module(module), kind)()
     return made
 
 
 def chosen(name: str) -> str:
-    """Return the name of a runtime, which "auto" leaves to what the program has done."""
+    """Return the name of a runtime; "auto" becomes the one that the program has used, or else suits it."""
     if name != "auto":
         return name
     ray = sys.modules.get("ray")

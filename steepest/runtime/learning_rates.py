@@ -1,4 +1,4 @@
-"""The learning rates of a job's steps: what its schedule says, and what the user has set instead."""
+"""The learning rates of a job's steps: those of its schedule, and those that the user has set instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEMBERED = 10_000
 
 
 class LearningRates:
-    """Knows the learning rate of each step on the driver, and takes those that the user sets.
+    """The learning rate of each step on the driver, and the rates that the user sets.
 
     The coordinator, or each worker under local SGD, has the same schedule and is sent the changes.
     """
@@ -52,7 +52,7 @@ class LearningRates:
         return rates
 
     def want(self, rate: float | Sequence[float] | None) -> None:
-        """Take the rates of the steps to come, see `DistributedSGD.set_learning_rate`; `settle` follows."""
+        """Take the rates of future steps, see `DistributedSGD.set_learning_rate`; `put_in_force` follows."""
         self._wanted = (self._checked(rate),)
 
     def _checked(self, rate: Any) -> Rates:
@@ -80,7 +80,7 @@ class LearningRates:
         return self._wanted is not None
 
     def put_in_force(self, step: int) -> None:
-        """Put the rates in force that the user has set, from the next new step on; no step is being computed."""
+        """Put the user's rates in force from the next new step on; called while no step is computed."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             earlier = begun_by(self._changes, step - 1)

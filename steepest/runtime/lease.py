@@ -1,4 +1,4 @@
-"""The driver's lease of its processes: those that hear nothing from the driver for long end."""
+"""The driver's lease of its processes: a process that does not hear from the driver for long ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _RENEWALS = 10
 
 
 class DriverLease:
-    """The driver's end of the lease: a thread of its own renews it, whatever the user's code does.
+    """The driver's end of the lease: a thread of its own renews it, also while the user's code runs.
 
-    It is renewed between calls of the trainer too, as long as the driver's process runs. Processes
+    It is renewed between calls of the trainer, too, as long as the driver's process runs. Processes
     may be added from any thread.
     """
 
@@ -43,7 +43,7 @@ class DriverLease:
             return [actor for one in self._actors if (actor := one()) is not None]
 
     def end(self) -> None:
-        """Renew no lease any more; may be called twice."""
+        """Stop renewing leases; may be called twice."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -53,7 +53,7 @@ class DriverLease:
     def _renew(self) -> None:
         with self._lock:
             self._actors = [one for one in self._actors if one() is not None]
-        # where Ray has ended a call would begin it anew
+        # if Ray has ended, a call would start it again
         for actor in self.actors if runtime().is_up else ():
             try:
                 runtime().call(actor, "renew_lease")
@@ -62,10 +62,11 @@ class DriverLease:
 
 
 def wait_for_silence(word: ThreadEvent, seconds: float) -> None:
-    """Return when nothing was heard for `seconds`, or a tenth longer.
+    """Return when `word` was not set for `seconds`, or a tenth longer.
 
-    That are several waits in a row, each in vain. So a process that was stopped itself, or whose
-    code held Python's lock, counts one of them, and does not take its own absence for the driver's.
+    The time is divided into several waits, all of which must pass in vain. A process that was stopped
+    itself, or whose code held Python's lock, counts that time as one wait at most, so that it does not
+    mistake its own absence for the driver's.
     """
     in_vain = 0
     while in_vain < _RENEWALS:
@@ -85,7 +86,7 @@ class ProcessLease:
         system().start(self._watch, "steepest lease")
 
     def renew(self) -> None:
-        """Begin the lease anew; called when the driver has sent word."""
+        """Renew the lease; called when the driver has sent word."""
         self._word.set()
 
     def _watch(self) -> None:

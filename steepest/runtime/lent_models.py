@@ -1,4 +1,4 @@
-"""Models lent to a user's function between steps, which reads them and leaves the weights as they are."""
+"""Models lent to a user's function between steps, which may read them but must not change the weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stands where a raylet starts the agent of Ray's dashboard, where that agent has nothing to do.
+"""Replaces the agent of Ray's dashboard, which a raylet starts, if that agent has nothing to do.
 
 Without the packages of ``ray[default]`` the agent serves nothing: it writes into files that its ports are -1,
 for which the raylet waits before it starts workers, and lives as long as the raylet. This does the same without
-importing Ray. Where those packages are installed it becomes the agent.
+importing Ray. If those packages are installed it becomes the agent.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def write_ports(folder: str, node: str) -> None:
 
 
 def tell_template() -> None:
-    """Tell the template of workers, if there is one, that the raylet is there, whose child this process is."""
+    """Tell the template of workers, if there is one, that there is a raylet, whose child this process is."""
     if name := os.environ.get("STEEPEST_WORKER_TEMPLATE"):
         with socket.socket(socket.AF_UNIX) as template, contextlib.suppress(OSError):
             template.connect(f"\0{name}")
 
 
 def main(arguments: list[str]) -> None:
-    """Do what the agent would do; return when the process that started this one has ended."""
+    """Do the agent's work; return when the process that started this one has ended."""
     tell_template()
     if _MINIMAL not in arguments:
         os.execv(sys.executable, [sys.executable, "-u", *arguments])

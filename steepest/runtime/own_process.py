@@ -1,4 +1,4 @@
-"""What a runtime of real processes does of the process that it is asked in, see `JobRuntime`."""
+"""The part of `JobRuntime` that concerns the calling process, for runtimes of real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steepest.runtime import places
 
 
 class OwnProcess:
-    """This process, which is one of the system's."""
+    """The calling process, which is one of the operating system's."""
 
     owns_process = True
 
@@ -33,11 +33,11 @@ class OwnProcess:
             os.kill(pid, signal.SIGKILL)
 
     def processor_use(self, pid: int) -> tuple[float, bool] | None:
-        """Return what a process of this node does with processors."""
+        """Return the use of processors by a process of this node."""
         return places.processor_use(pid)
 
     def processor_state(self, pid: int) -> str:
-        """Return what the kernel says of a process of this node."""
+        """Return the kernel's state of a process of this node, in words."""
         return places.processor_state(pid)
 
     def transport(

@@ -1,4 +1,4 @@
-"""The one thread of the driver that owns a job: everything else talks to it through one queue."""
+"""The one thread of the driver that owns a job: other threads send it requests through one queue."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _GONE = "Ray was shut down, and the processes of this trainer with it: make anot
 
 
 class Moment(IntEnum):
-    """When the owner may run what it is asked for; a greater one is rarer."""
+    """When the owner may run a request; greater moments are rarer."""
 
-    ANY = 0  # at each of its waits, also amid a change of the job's processes
-    WHOLE = 1  # while no change is made, also amid another request
+    ANY = 0  # at each of its waits, also during a change of the job's processes
+    WHOLE = 1  # while no change is made, also during another request
     FREE = 2  # when nothing else runs
 
 
 class GivenUp(BaseException):
-    """Ends what the owner does for a caller that waits no more."""
+    """Ends a request whose caller does not wait any more."""
 
 
 @dataclass
 class Request:
-    """What the owner is asked to run."""
+    """A function that the owner is asked to run."""
 
     function: Callable[[], Any]
     moment: Moment
@@ -47,7 +47,7 @@ class Request:
     given_up: bool = False  # the caller has stopped waiting
 
     def run(self) -> None:
-        """Run the function, unless the caller waits no more, and set the future."""
+        """Run the function, unless the caller has stopped waiting, and set the future."""
         try:
             if self.given_up:
                 raise GivenUp
@@ -63,18 +63,18 @@ class Request:
             self.function = lambda: None  # which may hold what the caller wants to be collected
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the future's, unless it is done."""
+        """Set an error as the future's result, unless the future is done."""
         self.future.set_exception(error)
 
 
 class Owner:
     """Runs everything that reads or changes a job's processes on one thread, in the order of one queue.
 
-    Until `start` the constructing thread is the owner; after the end, whichever thread ends the job.
+    Until `start` the constructing thread is the owner; after `end`, the thread that ends the job.
 
     Attributes:
-        look: called when nothing else is to be done, and returns for how many seconds nothing is;
-            what it raises is for `look` itself to keep.
+        look: called when there is no other work; returns the seconds until it should be called again.
+            It must handle its own exceptions.
     """
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ class Owner:
         self._queue: Queue[Request | None] = system().queue()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._level = Moment.FREE  # the rarest moment of what may run at the present wait
-        self._shielded = True  # whether what runs goes on when nobody waits for it
-        self._kept = False  # whether it does in blocks of `for_caller` too
+        self._level = Moment.FREE  # the rarest moment of requests that may run at the present wait
+        self._shielded = True  # whether the present request goes on if no caller waits for it
+        self._kept = False  # whether it also goes on in blocks of `for_caller`
         self._thread: Thread | None = None
         self._ended = system().event()
         self._waking: weakref.WeakSet[Future[Any]] = (
@@ -93,7 +93,7 @@ class Owner:
         self._why = "this trainer is shut down: make another one"
 
     def start(self) -> None:
-        """Begin to own the job: the thread that has started it does so no more."""
+        """Begin to own the job, in place of the constructing thread."""
         self._thread = system().start(self._run, "steepest owner")
 
     @property
@@ -103,7 +103,7 @@ class Owner:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody owns the job any more."""
+        """Whether the owner has ended."""
         return self._ended.is_set()
 
     # -- asking ----------------------------------------------------------------------------------
@@ -133,13 +133,13 @@ class Owner:
         moment: Moment = Moment.FREE,
         when: Callable[[], bool] | None = None,
     ) -> T:
-        """Return what a function returns that the owner runs; raise what it raises.
+        """Have the owner run a function, and return its result or raise its exception.
 
-        An exception in the wait, such as Ctrl-C's, ends the wait. What has begun goes on, but for
-        blocks of `for_caller`.
+        An exception during the wait, such as Ctrl-C's, ends the wait. A function that has begun goes
+        on, except in blocks of `for_caller`.
 
         Raises:
-            ShutdownError: nobody owns the job any more.
+            ShutdownError: the owner has ended.
         """
         if self.is_mine:
             return function()
@@ -159,7 +159,7 @@ class Owner:
     # -- the owner's own ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run what is asked for, and look after the job between; runs on the owner's thread."""
+        """Run requests, and look after the job in between; runs on the owner's thread."""
         while not self._ended.is_set():
             if not runtime().is_up:
                 self._give_up(_GONE)
@@ -183,20 +183,20 @@ class Owner:
         calls: Collection[Any] | None = None,
         number: int | None = None,
     ) -> bool:
-        """Wait: run what may be run meanwhile; return whether what is waited for is there.
+        """Wait, and run requests meanwhile; return whether the condition holds, or the calls have ended.
 
         It is the only wait of the owner's thread.
 
         Args:
-            seconds: for which it waits at most.
-            until: returns whether what is waited for is there; asked after each event. None, and no
-                calls, to return after one event.
-            calls: of processes, or futures of other threads, that are waited for.
+            seconds: the most that it waits.
+            until: the condition, tested after each event. None, and no calls, to return after one
+                event.
+            calls: of processes, or futures of other threads.
             number: of these calls that have to end; None for all.
 
         Raises:
             ShutdownError: the job has ended.
-            GivenUp: nobody waits for the result of what runs, see `for_caller`.
+            GivenUp: no caller waits for the present request, see `for_caller`.
         """
         assert self.is_mine, "only the owner's thread waits here"
         deadline = system().now() + seconds
@@ -226,7 +226,7 @@ class Owner:
                 return True
 
     def _attend_calls(self, calls: Collection[Any], deadline: float, number: int) -> bool:
-        """Wait for calls of processes, see `attend`: the runtime is asked, and the queue looked at between."""
+        """Wait for calls of processes, see `attend`: poll the runtime and the queue in turn."""
         while True:
             left = max(deadline - system().now(), 0.0)
             if len(runtime().wait(calls, min(left, _CALLS_SECONDS), number)) >= number:
@@ -237,7 +237,7 @@ class Owner:
             self._serve()
 
     def _enough(self, futures: Collection[Future[Any]], number: int) -> Callable[[], bool]:
-        """Return what tells whether so many futures are done, each of which wakes the owner when it is."""
+        """Return a function that tells whether `number` futures are done; each wakes the owner when it is."""
         for future in futures:
             if future not in self._waking:
                 self._waking.add(future)
@@ -246,7 +246,7 @@ class Owner:
 
     @contextlib.contextmanager
     def amid_change(self) -> Iterator[None]:
-        """Run nothing in a block that needs the job whole; the block ends whoever waits for it."""
+        """Run no request that needs the job whole in a block; complete the block even if no caller waits."""
         before, self._level = self._level, Moment.ANY
         try:
             with self.to_its_end():
@@ -256,7 +256,7 @@ class Owner:
 
     @contextlib.contextmanager
     def to_its_end(self) -> Iterator[None]:
-        """Bring a block to its end whoever waits for it, and what is `for_caller` in it too."""
+        """Complete a block even if no caller waits, also parts of it that are `for_caller`."""
         before = self._shielded, self._kept
         self._shielded = self._kept = True
         try:
@@ -266,7 +266,7 @@ class Owner:
 
     @contextlib.contextmanager
     def for_caller(self) -> Iterator[None]:
-        """Give a block up, at one of its waits, when whoever has asked for it waits no more."""
+        """Give up a block, at one of its waits, if its caller has stopped waiting."""
         before, self._shielded = self._shielded, self._kept
         try:
             yield
@@ -274,7 +274,7 @@ class Owner:
             self._shielded = before
 
     def _serve(self) -> bool:
-        """Run what has been asked for and may run now; return whether anything did, or a wait was ended."""
+        """Run the requests that may run now; return whether one did, or a wait was ended."""
         served = False
         for arrived in self._arrived():
             served = True
@@ -295,13 +295,13 @@ class Owner:
         return served
 
     def _arrived(self) -> Iterator[Request | None]:
-        """Yield what has arrived, without waiting."""
+        """Yield the requests that have arrived, without waiting."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._queue.get_nowait()
 
     def _keep(self, request: Request) -> None:
-        """Have a request wait; fail it where another thread has ended the owner since it left the queue."""
+        """Keep a request waiting; fail it if another thread has ended the owner since it left the queue."""
         self._waiting.append(request)
         if self._ended.is_set():
             request.fail(ShutdownError(self._why))
@@ -323,7 +323,7 @@ class Owner:
     # -- ending ------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End the owner, whatever it does; requests that wait, and later ones, raise `ShutdownError`."""
+        """End the owner, also in the middle of a request; waiting and later requests raise `ShutdownError`."""
         self._give_up(self._why)
         thread = self._thread
         if thread is not None and thread is not system().current():
@@ -333,7 +333,7 @@ class Owner:
         if not self._ended.is_set():
             self._why = why
             self._ended.set()
-            self.look = lambda: 1.0  # the job itself is nobody's any more
+            self.look = lambda: 1.0  # there is no job to look after any more
         self.wake()
         self._refuse()
 
@@ -346,7 +346,7 @@ class Owner:
         self._queue.put(None)  # for the owner's thread, which may be about to wait
 
     def raise_ended(self) -> None:
-        """Raise ShutdownError, if nobody owns the job any more."""
+        """Raise ShutdownError if the owner has ended."""
         if self._ended.is_set():
             raise ShutdownError(self._why)
 
@@ -365,7 +365,7 @@ S = TypeVar("S", bound=Owned)
 def owned(
     moment: Moment,
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
-    """Have a method run on the owner's thread, whoever calls it; the caller waits for it."""
+    """Run a method on the owner's thread; callers on other threads wait for it."""
 
     def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Where a process runs, and what its node knows of it: its last lines of output, its use of processors."""
+"""Where a process runs, its last lines of output, and its use of processors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Place:
     host: str  # IP address
     pid: int
     logs: tuple[str, ...]  # paths, on its node, of the files that hold what it printed
-    # when it began, as `began` says it: a later process may have the same pid. None where the kernel does not tell
+    # when it began, see `began`: a later process may have the same pid. None if the kernel does not tell
     began: int | None = None
 
 
 def kill(place: Place, actor: Any) -> None:
-    """Kill a process, also one that is stopped or out of reach."""
+    """Kill a process, even if it is stopped or unreachable."""
     if place.node == runtime().node and place.began in (None, began(place.pid)):
         runtime().kill(place.pid)  # Ray's word reaches no stopped process
     runtime().end(actor)
@@ -54,7 +54,7 @@ def began(pid: int) -> int | None:
 
 
 def seconds_up(place: Place) -> float | None:
-    """Return for how long a process of this node has run; None where the kernel does not tell."""
+    """Return for how many seconds a process of this node has run; None if the kernel does not tell."""
     if place.began is None:
         return None
     return time.clock_gettime(time.CLOCK_BOOTTIME) - place.began / _TICKS
@@ -79,11 +79,11 @@ def fetch_last_lines(place: Place) -> list[str]:
 
 
 def processor_use(pid: int) -> tuple[float, bool] | None:
-    """Return what a process of this node does with processors; None if it is stopped or gone. Any thread may ask.
+    """Return the use of processors by a process of this node; None if it is stopped or gone. Any thread may call this.
 
     Returns:
         The seconds of processor time that it has used, and whether one of its threads computes or waits
-        for a processor now. Where many processes share one, a computing process may be given little.
+        for a processor now. If many processes share one, a computing process may get little time.
     """
     try:
         state, *fields = _fields(Path(f"/proc/{pid}/stat"))
@@ -96,7 +96,7 @@ def processor_use(pid: int) -> tuple[float, bool] | None:
 
 
 def processor_state(pid: int) -> str:
-    """Return what the kernel says of a process of this node, in words; any thread may ask."""
+    """Return the kernel's state of a process of this node, in words; any thread may call this."""
     try:
         state = _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:

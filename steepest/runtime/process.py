@@ -86,32 +86,32 @@ from steepest.strategies.aggregation.host_aggregator import host_aggregator
 ProcessType = TypeVar("ProcessType", bound="ProcessActor")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-#: What a job begins with: the flat weights, buffers, and the state with which the optimizer arrives.
+#: The initial state of a job: the flat weights, buffers, and the state with which the optimizer arrives.
 Initial = tuple[Bytes, Tensors, ArrivingState | None]
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
 
 
 @dataclass(frozen=True)
 class ProgramDefaults:
-    """What is a program's own in its process, and Ray's, or torch's default, in other processes."""
+    """Settings that the program has in its own process, and that other processes lack unless they are set there."""
 
     arguments: tuple[str, ...]  # `sys.argv`
     dtype: torch.dtype  # torch's default
 
     @classmethod
     def of_this_process(cls) -> ProgramDefaults:
-        """Return what this process has."""
+        """Return the settings of this process."""
         return cls(tuple(sys.argv), torch.get_default_dtype())
 
     def enter(self) -> None:
-        """Give this process the same, before any code of the user's is imported."""
+        """Apply them to this process, before any code of the user's is imported."""
         sys.argv[:] = self.arguments
         torch.set_default_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What a function given to `foreach_worker` is called with: index, host and pid of a worker, and its replicas.
+    """The argument of a function given to `foreach_worker`: index, host and pid of a worker, and its replicas.
 
     The weights of `models` are those of the last commit.
     """
@@ -125,7 +125,7 @@ class WorkerView:
 def on_router(
     method: Callable[Concatenate[ProcessType, Parameters], Result],
 ) -> Callable[Concatenate[ProcessType, Parameters], Result]:
-    """Have a method of a process run on its router's thread; what it raises travels as text."""
+    """Run a method of a process on its router's thread; its exceptions travel as text."""
 
     @functools.wraps(method)
     def called(
@@ -215,11 +215,11 @@ class ProcessActor:
             self._lease.renew()
 
     def processor_use_of(self, pid: int) -> tuple[float, bool] | None:
-        """Return what a process of this node does with processors, see `processor_use`."""
+        """Return the use of processors by a process of this node, see `processor_use`."""
         return runtime().processor_use(pid)
 
     def raised_before(self, generation: int) -> str | None:
-        """Return the error of which the worker failed in a step that was given up, see `Worker.raised_before`."""
+        """Return the error with which the worker failed in a step that was given up, see `Worker.raised_before`."""
         return "" if self._worker is None else self._worker.raised_before(generation)
 
     def doing(self) -> Activity:
@@ -228,7 +228,7 @@ class ProcessActor:
         return activity_of(self._name, self._place, self.router, share, self._shares)
 
     def snapshot_rows(self, number: int) -> dict[int, int]:
-        """Return the chunks of whose rows this process has a snapshot, and the number of pieces of each."""
+        """Return the chunks whose rows this process has a snapshot of, and the number of pieces of each."""
         return self._row_files.whole(number)
 
     def snapshot_piece(self, number: int, chunk: int, at: int) -> PackedPiece:
@@ -299,7 +299,7 @@ class ProcessActor:
         cut: ChunkSpec,
         size: StepSize,
     ) -> Description:
-        """Make a worker's models, one for each device, with `seed`; return what they have in common."""
+        """Make a worker's models, one for each device, with `seed`; return their common description."""
         self._index = worker
         self._models, description = build_models(
             model_creator, worker, devices, seed, cut, size, self._extensions
@@ -345,8 +345,8 @@ class ProcessActor:
     ) -> tuple[ParameterLayout, OptimizerSpec] | None:
         """Drop all roles and connections; keep the models, if any, cut into other chunks; return layout and optimizer.
 
-        The servers' state is kept until `forget`, if `change` is not 0. For a change that is tried once
-        more it is the state kept the first time.
+        The servers' state is kept until `forget`, if `change` is not 0. If a change is tried again, the
+        state of the first try stays.
         """
         self._index = index
         self.router.clear()
@@ -479,7 +479,7 @@ class ProcessActor:
 
     @on_router
     def forget(self, change: int) -> None:
-        """Drop the state that servers of before `release` held: all processes have what they need of it."""
+        """Drop the state that earlier servers held before `release`: all processes have got their parts of it."""
         if change == self._change:
             self._retained, self._change = RetainedChunks(), 0
 
@@ -548,7 +548,7 @@ class ProcessActor:
 
     @on_router
     def state_of(self, heard: Sequence[Sequence[Decision]]) -> Survivor:
-        """Return what this process' servers hold when they have caught up with what any has `heard`."""
+        """Return the state of this process' servers after they have caught up with all decisions in `heard`."""
         for server in self._servers:
             catch_up(server, heard)
         return state_of(self._servers)
@@ -576,9 +576,9 @@ class ProcessActor:
     def own_state(self, generation: int, version: int | None, step: int) -> WorkerState | None:
         """Return copies of the worker's own state, see `Worker.exactly_at`.
 
-        `version` None stands for that between the worker's present step and its next. None is returned if
-        the worker has begun a step from the version already, or has another role by then: nobody may be
-        there to read the answer, and Ray would print an error.
+        `version` None stands for the one between the worker's present step and its next. Return None if the
+        worker has begun a step from the version already, or has another role by then: an error might have
+        no reader, and Ray would print it.
         """
         worker, take = self._worker, functools.partial(worker_state, step=step)
         if worker is None:
@@ -606,7 +606,7 @@ class ProcessActor:
         return sent(function, result)
 
     def abandon(self, number: int, reason: str) -> None:
-        """End what a call awaits of other workers, because one of them failed."""
+        """End a call's wait for other workers, because one of them failed."""
         if (member := self._member) is not None:
             self.router.call(functools.partial(member.abandon, number, reason))
 
@@ -667,7 +667,7 @@ def _use_threads(threads: int) -> None:
 
 
 def _resident_bytes() -> int:
-    """Return the resident bytes of this process; 0 where the system does not tell them."""
+    """Return the resident bytes of this process; 0 if the system does not tell."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

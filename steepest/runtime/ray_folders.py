@@ -1,4 +1,4 @@
-"""Where a Ray that steepest starts keeps its files, where its own choice does not do."""
+"""The place of the files of a Ray that steepest starts, if Ray's own choice fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSIDE = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 @dataclass(frozen=True)
 class RayFolders:
-    """Where a Ray is to keep its files.
+    """The place of a Ray's files.
 
     Attributes:
         directory: for its sockets and logs; None for its own choice.
@@ -42,13 +42,13 @@ def ray_folders(others: Sequence[str] = _OTHERS) -> RayFolders:
     """Return where a Ray that starts now keeps its files: by its own choice unless that fails.
 
     Ray keeps sockets below RAY_TMPDIR, TMPDIR or /tmp, where their paths may be too long, and a token in the home
-    directory, which may not be writable. A folder of this user's that others cannot read has them then.
+    directory, which may not be writable. Then they go into a folder of this user's that others cannot read.
 
     Args:
-        others: directories in which that folder may be, the first that does.
+        others: directories in which that folder may be; the first suitable one is used.
 
     Raises:
-        ConfigurationError: none of these does.
+        ConfigurationError: none of these is suitable.
     """
     named = next((value for name in _DIRECTORIES if (value := environment_variable(name))), _USUAL)
     does = _is_short(f"{named}/ray") and _is_writable(Path(named))

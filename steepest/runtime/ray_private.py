@@ -29,7 +29,7 @@ _WISH = "_soft_target_node_id"
 
 
 def _look_up(module: str, name: str) -> Any:
-    """Return what a dotted name stands for in one of Ray's private modules; ConfigurationError if it lacks that."""
+    """Return the object of a dotted name in one of Ray's private modules; ConfigurationError: there is none."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
@@ -47,13 +47,13 @@ def check() -> None:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return the nodes that will leave the cluster, with deadlines of `time.time`; 0 for one that is not known."""
+    """Return the nodes that will leave the cluster, with deadlines of `time.time`; 0 for an unknown deadline."""
     stamps: dict[str, int] = _look_up("ray._private.state", "state.get_draining_nodes")()
     return {node: stamp / 1000.0 for node, stamp in stamps.items()}
 
 
 def free_by_node() -> dict[str, dict[str, float]]:
-    """Return what is free on each node of the cluster, by the node's id and Ray's names."""
+    """Return the free resources of each node of the cluster, by the node's id and Ray's names."""
     free: dict[str, dict[str, float]] = _look_up(
         "ray._private.state", "state.available_resources_per_node"
     )()
@@ -63,8 +63,8 @@ def free_by_node() -> dict[str, dict[str, float]]:
 def wished_node(node: str) -> dict[str, str]:
     """Return the argument of `placement_group` that names the node where a group of one bundle is to be.
 
-    Ray places it elsewhere where that node has no room, or dies. Without the private API nothing is
-    returned: Ray spreads such groups over nodes then.
+    Ray places it elsewhere if that node has no room, or dies. Without the private API the result is
+    empty, and Ray spreads such groups over nodes.
     """
     return {_WISH: node} if _has_wishes() else {}
 
@@ -76,14 +76,14 @@ def _has_wishes() -> bool:
 
 
 def started_here() -> bool:
-    """Return whether this process has started, for itself, the Ray that it uses: no node will join such a one."""
+    """Return whether this process has started the Ray that it uses for itself alone: no node will join that."""
     node = _look_up("ray._private.worker", "_global_node")
     return node is not None and bool(node.is_head())
 
 
 @contextlib.contextmanager
 def small_ray() -> Iterator[None]:
-    """Have a Ray that is started in this context start without processes of which a job has nothing.
+    """Let a Ray that is started in this context start without processes that are of no use to a job.
 
     Left out are the autoscaler, since no node joins a Ray that a process starts for itself, the dashboard,
     which sends usage statistics alone, and its agent where the packages that it serves with are not
@@ -105,7 +105,7 @@ def small_ray() -> Iterator[None]:
 
 
 def workers_start_as_usual() -> bool:
-    """Return whether nobody has put another program in the place of Ray's that starts workers."""
+    """Return whether Ray's own program starts workers, and no replacement of it."""
     try:
         return bool(_look_up("ray._private.ray_constants", "SETUP_WORKER_FILENAME") == _SETUP)
     except ConfigurationError:
@@ -162,7 +162,7 @@ _SMALLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 
 
 def printed_lines() -> PrintedLines | None:
-    """Return what hears the lines that workers print; None where Ray shows none here, as with ``log_to_driver=False``.
+    """Return the handler of lines that workers print; None if Ray shows none here, as with ``log_to_driver=False``.
 
     It takes the place of Ray's own handler of them, which it calls.
     """
@@ -247,7 +247,7 @@ def keep_exit_status(status: int) -> None:
 
 
 def hush_unreadable() -> None:
-    """Let Ray print no traceback when this process cannot unpickle what it is sent: the caller gets the error."""
+    """Keep Ray from printing a traceback when this process cannot unpickle a value: the caller gets the error."""
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)
 
 
@@ -271,5 +271,5 @@ def active_ray_on_spark() -> Any:
 
 
 def forget_ray_on_spark() -> None:
-    """Let this process start another Ray on Spark, also where the end of the last one has failed."""
+    """Let this process start another Ray on Spark, even if the end of the last one has failed."""
     importlib.import_module("ray.util.spark.cluster_init")._active_ray_cluster = None  # type: ignore[attr-defined]

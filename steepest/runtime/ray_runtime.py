@@ -39,7 +39,7 @@ from steepest.runtime.job_runtime import (
 from steepest.runtime.own_process import OwnProcess
 
 _MARK_SECONDS = 2.0  # in which processes answer
-_PRINTED_SECONDS = 5.0  # in which what they have printed comes to the driver
+_PRINTED_SECONDS = 5.0  # in which their output comes to the driver
 log = logging.getLogger(__name__)
 _LOG_SECONDS = 5.0
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
@@ -63,7 +63,7 @@ _ENDS: Sequence[tuple[type[BaseException], type[CallError]]] = (
 
 
 def end_of_call(error: BaseException) -> BaseException:
-    """Return how a call has ended, by the error that Ray has for it; another error is returned as it is."""
+    """Return our error for Ray's error of a call; other errors are returned unchanged."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return CallRaisedError(str(error), end_of_call(error.cause))
     return next((own(str(error)) for theirs, own in _ENDS if isinstance(error, theirs)), error)
@@ -71,7 +71,7 @@ def end_of_call(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def _ends() -> Iterator[None]:
-    """Raise how a call has ended in place of Ray's error."""
+    """Raise our error of a call in place of Ray's."""
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -89,7 +89,7 @@ class RayCall(Call):
         return bool(ray.wait([self.ref], timeout=0)[0])
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return what Ray has."""
+        """Return the result that Ray has."""
         with _ends():
             return ray.get(self.ref, timeout=timeout)
 
@@ -122,7 +122,7 @@ class RayRuntime(OwnProcess):
         return job
 
     def connect(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
-        """Connect, see `ensure_ray`, to a Ray that has all that is needed."""
+        """Connect, see `ensure_ray`, to a Ray that has all necessary API."""
         ray_private.check()
         began = ensure_ray(cpus, verbose=verbose)
         ray_private.show_repeated_lines()
@@ -263,15 +263,15 @@ class RayRuntime(OwnProcess):
         return ray_private.draining_nodes()
 
     def free_by_node(self) -> dict[str, dict[str, float]]:
-        """Return what is free on each node."""
+        """Return the free resources of each node."""
         return ray_private.free_by_node()
 
     def total(self) -> dict[str, float]:
-        """Return what all nodes have."""
+        """Return the resources of all nodes."""
         return dict(ray.cluster_resources())
 
     def free(self) -> dict[str, float]:
-        """Return what is free on all nodes."""
+        """Return the free resources of all nodes."""
         return dict(ray.available_resources())
 
     def group_around(self) -> Group | None:

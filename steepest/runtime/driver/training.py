@@ -32,7 +32,7 @@ from steepest.runtime.recovery.supervisor import Supervisor
 log = logging.getLogger(__name__)
 _SHORT_SECONDS = 0.02
 _WHERE_SECONDS = 2.0  # that a worker has to say where it is
-#: Workers may be so far ahead of the function that is told of steps; each has at least so many.
+#: The lead that workers may have over the function that hears of steps; each may have this many steps at least.
 _LEAD_SECONDS, _LEAST_LEAD = 1.0, 4
 _ALL = 1 << 40
 _LATER_SECONDS = 5.0  # that the coordinator has to say that a step is late, before the driver does
@@ -49,14 +49,14 @@ def _loss(outcome: Outcome, client: Client) -> tuple[Peer, str] | None:
 
 
 def _unheard(step: int, plan: SamplePlan | None) -> Result:
-    """Return the result of a committed step of which no message came: samples, no statistics."""
+    """Return the result of a committed step whose message was lost: samples without statistics."""
     samples = 0 if plan is None else plan.position(step - 1).size
     return Result(0, 0, step, samples, bytes_pushed=0, bytes_pulled=0, staleness=())
 
 
 @dataclass
 class StepRun:
-    """The steps that one call asks for: the owner has them taken, the caller is told of each."""
+    """The steps that one call asks for: the owner runs them, the caller gets the result of each."""
 
     # returns the number of steps that are to be committed then; asked on the owner's thread, and again after each
     # change of the job, since a step may cover another number of samples afterwards
@@ -76,7 +76,7 @@ class StepRun:
     began: float = field(default_factory=lambda: system().now())
 
     def lead(self, workers: int) -> int:
-        """Return how many steps workers may be ahead of the caller: those of about a second."""
+        """Return the most steps by which workers may be ahead of the caller: those of about a second."""
         if self.thread is None:
             return _ALL
         pace = self.told / max(system().now() - self.began, 1e-3)
@@ -85,7 +85,7 @@ class StepRun:
 
 @dataclass
 class _Taken:
-    """How far the steps have come that were granted together."""
+    """The progress of steps that were granted together."""
 
     done: int  # committed
     granted: int
@@ -150,7 +150,7 @@ class Training:
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let `stop` end what is trained in a block; of blocks in each other the innermost one."""
+        """Let `stop` end the training of a block; of nested blocks the innermost one."""
         outer = self._stoppable > 0 and self.stopping
         self.stopping, self._stoppable = False, self._stoppable + 1
         try:
@@ -164,7 +164,7 @@ class Training:
         self.owner.wake()
 
     def _goal(self, run: StepRun) -> int:
-        """Return the number of steps to be committed; after `stop` as many as were begun, or committed at any time."""
+        """Return the number of steps to commit; after `stop` no more than were begun, or ever committed."""
         self.goal = run.end()
         if not self.stopping or run.thread is None:
             return self.goal
@@ -203,7 +203,7 @@ class Training:
                 self._await_end(run, request)
 
     def _await_end(self, run: StepRun, request: Request) -> None:
-        """Return when what was granted is taken back, or a change of the job is under way."""
+        """Return when the granted steps are taken back, or a change of the job is under way."""
         granted, supervisor = request.future, self._supervisor
         while run.begun and not granted.done() and not supervisor.is_changing:
             with contextlib.suppress(FutureTimeoutError):
@@ -211,13 +211,13 @@ class Training:
 
     @property
     def is_telling(self) -> bool:
-        """Whether the calling thread is in a function that is told of a step."""
+        """Whether the calling thread runs a function that was called for a step."""
         run = self._run
         here = run is not None and run.thread is system().current()
         return here and run is not None and run.telling is not None and not run.given_up
 
     def compare(self, step: int) -> None:
-        """Warn, once, where `on_step` has read weights of another step than it is called with."""
+        """Warn, once, if `on_step` has read weights of another step than its own."""
         run = self._run
         if run is None or not self.is_telling or self._warned or step == run.telling:
             return
@@ -229,7 +229,7 @@ class Training:
         )  # fmt: skip
 
     def one_more(self) -> Callable[[], int]:
-        """Return a function that tells, from its first call on, the step after the present one."""
+        """Return a function whose result is the step after the one that is present at its first call."""
         steps: list[int] = []
 
         def end() -> int:
@@ -254,13 +254,13 @@ class Training:
     # -- the owner's -------------------------------------------------------------------------------
 
     def _take(self, run: StepRun) -> None:
-        """Have the steps of a run taken."""
+        """Have workers take the steps of a run."""
         self._supervisor.await_whole()
         run.before = self.reached
         self._take_steps(run)
 
     def _make_up(self) -> None:
-        """Have the steps taken again that calls have returned and a death has undone."""
+        """Repeat the steps that a death has undone although calls had returned them."""
         log.info("steps %d to %d are taken again", self.step + 1, self._supervisor.promised)
         self._take_steps(StepRun(lambda: self._supervisor.promised, stats=True))
 
@@ -280,12 +280,12 @@ class Training:
                 if run.given_up:
                     return
                 self._idle = True
-                self._complete()  # which may set the job back
+                self._complete()  # it may set the job back
         finally:
             self._end(run)
 
     def _take_until(self, goal: int, run: StepRun) -> int:
-        """Take steps until so many are committed, or as many as `end` says after a change."""
+        """Take steps until `goal` are committed, or as many as `end` returns after a change."""
         taken = self._begin(self.step)
         client, plan = self.cluster.client, self.cluster.plan[0]
         while taken.done < goal and not run.given_up:
@@ -310,11 +310,11 @@ class Training:
         return goal
 
     def _begin(self, done: int) -> _Taken:
-        """Return what is taken when no step is granted."""
+        """Return the progress before any step is granted."""
         return _Taken(done, done, self.cluster.client.position.generation)
 
     def _grant(self, taken: _Taken, goal: int, run: StepRun) -> None:
-        """Have workers take more steps, unless they are far ahead of the caller, or are to stop."""
+        """Grant workers more steps, unless they are far ahead of the caller, or should stop."""
         if taken.stopping is None:
             lead = run.lead(self.cluster.job.num_workers)
             most = min(goal, taken.done + max(lead - (run.handed_on - run.told), 0))
@@ -331,7 +331,7 @@ class Training:
             taken.last = self._stop_of(taken.stopping, client)
 
     def _await_caller(self, run: StepRun, taken: _Taken, goal: int) -> None:
-        """Return when the caller has taken a result, when workers are to stop, or a moment later."""
+        """Return when the caller has taken a result, when workers should stop, or after a moment."""
         before, run.waits = run.told, True
 
         def due() -> bool:
@@ -342,13 +342,13 @@ class Training:
         self._heard()
 
     def _is_stopping(self, taken: _Taken, goal: int) -> bool:
-        """Return whether workers are to stop, or it is known by now when they do."""
+        """Return whether workers should stop, or their last step is already known."""
         if taken.stopping is None:
             return self._is_interrupted(goal)
         return taken.last is None and taken.stopping.done()
 
     def _is_interrupted(self, goal: int) -> bool:
-        """Return whether workers are to stop because the user has asked for something."""
+        """Return whether workers should stop because of a request of the user's."""
         return (self.stopping and goal > self._newest) or self.rates.are_wanted
 
     def _end(self, run: StepRun) -> None:
@@ -421,7 +421,7 @@ class Training:
         return self.last
 
     def _describe(self) -> None:
-        """Tell the run's record what the job is, where that may have changed."""
+        """Update the run's record of the job, if that may have changed."""
         cluster = self.cluster
         now = cluster.members, len(cluster.events)
         if self._described[0] is now[0] and self._described[1] == now[1]:
@@ -455,7 +455,7 @@ class Training:
         return stopping
 
     def _stop_of(self, stopping: Future[int], client: Client) -> int | None:
-        """Return after how many steps workers stop; None if a death comes first, which is next."""
+        """Return the step after which workers stop; None if a death comes first, which is handled next."""
         try:
             return self.cluster.job.step_of(stopping.result(0))
         except PeerLostError as error:
@@ -465,7 +465,7 @@ class Training:
             return None
 
     def _complete(self) -> None:
-        """Make the changes that are due, and wait until copies that were lost are there again."""
+        """Make the changes that are due, and wait until lost copies are replaced."""
         deadline = system().now() + 5 * self.cluster.run_config.deadlines.start
         while True:
             if self._supervisor.look() is not None:
@@ -476,7 +476,7 @@ class Training:
                 return
 
     def _next_outcome(self, run: StepRun, taken: _Taken, goal: int) -> Result | Failure | None:
-        """Return the next outcome; None when none comes soon, or something else is to be done."""
+        """Return the next outcome; None if none comes soon, or other work is due."""
         supervisor, client = self._supervisor, self.cluster.client
 
         def heard() -> bool:
@@ -531,7 +531,7 @@ class Training:
             self.owner.attend(self._timeout, calls=[revoking])
             revoking.result(0)
         except (PeerLostError, DeadlineError, ShutdownError, FutureTimeoutError):
-            return  # nobody is left to be stopped; the first error says why
+            return  # no process is left to stop; the first error says why
         while not client.outcomes.empty():
             outcome = client.outcomes.get()
             if isinstance(outcome, Result):
@@ -556,7 +556,7 @@ class Training:
         raise_step_error(failure, hosts, late, _held_up(activities.values()), alike)
 
     def _raised_alike(self, failure: Failure) -> list[int]:
-        """Return the other workers that raised the same in the step that has failed, if they do so soon."""
+        """Return the other workers that raise the same error in the failed step within a short time."""
         actors = {
             peer.index: actor
             for peer, actor in self.cluster.actors.items()
@@ -582,11 +582,11 @@ class Training:
         return alike
 
     def _activities(self) -> dict[Peer, Activity]:
-        """Return what each process is doing, of those that say it soon."""
+        """Return the activities of the processes that answer soon."""
         return self.cluster.workers.answers("doing", _WHERE_SECONDS)
 
     def _where(self, activity: Activity) -> tuple[str, str]:
-        """Return the samples that a worker computes, in words, and the frames of users' code in which it is."""
+        """Return the samples that a worker computes, in words, and the frames of users' code that it runs."""
         cluster, share = self.cluster, activity.share
         words = "" if share is None else cluster.samples_of(share)
         if words and share is not None:
@@ -598,6 +598,6 @@ class Training:
 
 
 def _held_up(activities: Iterable[Activity]) -> str:
-    """Return which roles wait for something of their machines, and for what; "" for none."""
+    """Return in words which roles wait for resources of their machines; "" for none."""
     statuses = [each for activity in activities for each in activity.roles]
     return "".join(f"; {name} {status}" for name, status in statuses if status.is_held_up)

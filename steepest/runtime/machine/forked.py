@@ -1,4 +1,4 @@
-"""Processes of this machine as the driver has them: forked by the template, called, heard, ended."""
+"""The driver's end of processes of this machine: forked by the template, called, watched, ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GONE_SECONDS = 5.0
 
 
 class ForkedProcess:
-    """One process: its socket, where it prints, and the calls that it has not answered."""
+    """One process: its socket, its output, and the calls that it has not answered."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -72,7 +72,7 @@ class ForkedProcess:
                     signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def ended(self, how: str) -> None:
-        """Note how it has ended, in words; what it has answered before is still read."""
+        """Note how it has ended, in words; its earlier answers are still read."""
         self.how.set_result(how)
         with self._lock:
             if self._descriptor is not None:
@@ -82,7 +82,7 @@ class ForkedProcess:
             self._frames.socket.shutdown(socket.SHUT_RD)
 
     def join(self, seconds: float) -> None:
-        """Return when its end is noted and all that it has printed is printed, or after some seconds."""
+        """Return when its end is noted and all of its output is printed, or after some seconds."""
         self._reader.join(seconds)
         self.output.join()
 
@@ -112,7 +112,7 @@ class ForkedProcess:
         return call
 
     def make(self, content: OpenParcel) -> None:
-        """Send what it needs to make its body."""
+        """Send the request to make its body."""
         self._send_when_ready(0, content)
 
     def _send_when_ready(self, number: int, content: OpenParcel) -> None:
@@ -170,7 +170,7 @@ class ForkedProcess:
         self._settle(number, CallRaisedError(text, cause))
 
     def _end(self) -> None:
-        """Note why it has ended, and fail the calls that it has not answered."""
+        """Note why it has ended, and fail its unanswered calls."""
         try:
             cause = self.how.result(_GONE_SECONDS)
         except FutureTimeoutError:
@@ -187,10 +187,10 @@ class ForkedProcess:
 
 
 class _Output:
-    """What a process prints: a thread prints it here, with the name of the process before each line.
+    """The output of a process: a thread prints it here, with the name of the process before each line.
 
     Args:
-        process: whose it is.
+        process: the process.
         descriptors: from which its output and its errors are read; they are closed at their ends.
 
     Attributes:
@@ -202,11 +202,11 @@ class _Output:
         self._process = process
         self._streams = dict(zip(descriptors, ("stdout", "stderr"), strict=True))
         self._begun = dict.fromkeys(descriptors, b"")  # a line without its end
-        self._reading = threading.Lock()  # what is read is printed before it is given back
+        self._reading = threading.Lock()  # held until what was read is printed
         self._thread = system().start(self._run, f"output of {process.name}")
 
     def join(self) -> None:
-        """Return when all that was printed so far is printed here, or after a second."""
+        """Return when all output so far is printed here, or after a second."""
         until = system().now() + _PRINTED_SECONDS
         while self._thread.is_alive() and system().now() < until:
             with self._reading:
@@ -222,7 +222,7 @@ class _Output:
                     self._take(descriptor)
 
     def _take(self, descriptor: int) -> None:
-        """Print the lines that have come by a descriptor; at its end what is left of them."""
+        """Print the lines that a descriptor has brought; at its end also an unfinished line."""
         come = os.read(descriptor, 1 << 16)
         *lines, rest = (self._begun[descriptor] + come).split(b"\n")
         if not come:
@@ -250,7 +250,7 @@ def _in_words(status: int) -> str:
 
 
 class ForkServer:
-    """The template, and the thread that hears of it how processes have started and ended."""
+    """The template, and the thread that hears from it how processes have started and ended."""
 
     def __init__(self) -> None:
         self._process, sock = start_template()
@@ -301,7 +301,7 @@ class ForkServer:
                 process.ended(how)
 
     def end_forks(self) -> None:
-        """End all processes; return when they are gone, and what they have printed is printed."""
+        """End all processes; return when they are gone and their output is printed."""
         forks = list(self._forks.values())
         for process in forks:
             process.kill()

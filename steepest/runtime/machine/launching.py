@@ -16,7 +16,7 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.load(sys.stdin); "
     "from steepest.runtime.machine.template import serve; serve(*map(int, sys.argv[1:]))"
 )
-#: Descriptors of a request to fork: the process' end of its socket, where it prints, and where it prints errors.
+#: Descriptors of a request to fork: the process' end of its socket, its standard output, and its standard error.
 FORK_DESCRIPTORS = 3
 
 

@@ -1,4 +1,4 @@
-"""Values that travel between processes of one machine: pickles, of which large parts lie in shared memory."""
+"""Values that travel between processes of one machine: pickles whose large parts lie in shared memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import cloudpickle
 from steepest.runtime.answers import Answer
 from steepest.runtime.job_runtime import Call, LateError, UnreadableError
 
-_LARGE = 1 << 20  # bytes of a pickle's buffers, from which on they lie in memory of their own
+_LARGE = 1 << 20  # buffers of this many bytes in all, or more, lie in shared memory
 _ALIGNED = 64  # bytes to which a buffer's beginning is rounded
 _HEADER = struct.Struct("<QI")  # bytes of a frame, and the number of its descriptors
 _MOST_DESCRIPTORS = 250  # that go with one byte; the kernel takes 253
 
 
 class SharedMemory:
-    """Memory without a name, which processes have as long as one of them has its descriptor or maps it."""
+    """Memory without a name, which exists as long as a process has its descriptor or maps it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -133,13 +133,13 @@ class OpenParcel:
     calls: tuple[ParcelCall, ...]
 
     def closed(self) -> Parcel:
-        """Return the parcel with the calls' results; raise how a call has ended otherwise."""
+        """Return the parcel with the calls' results; raise the error of a call that has failed."""
         parts = tuple(call.parcel.result(0) for call in self.calls)
         return Parcel(self.pickle, self.sizes, self.buffers, parts)
 
 
 def packed(value: Any) -> OpenParcel:
-    """Return a value as a parcel; what its own methods raise as they are pickled is raised."""
+    """Return a value as a parcel; errors of its own pickling methods are raised."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -194,7 +194,7 @@ def _buffers(parcel: Parcel) -> list[memoryview]:
 
 
 class Frames:
-    """Frames of values and parcels over a Unix socket, of which both ends are this program's.
+    """Frames of values and parcels over a Unix socket between two processes of this program.
 
     Args:
         sock: connected. One thread sends, and one receives.
@@ -222,7 +222,7 @@ class Frames:
         """Return the values, the parcel and the descriptors of the next frame; EOFError at the end.
 
         Args:
-            descriptors: how many of the frame's are no parcel's.
+            descriptors: the number of the frame's descriptors that belong to no parcel.
         """
         header, ends = self._with_descriptors(_HEADER.size)
         header += self._exactly(_HEADER.size - len(header))
@@ -235,7 +235,7 @@ class Frames:
         return value, parcel, ends[:descriptors]
 
     def _with_descriptors(self, most: int) -> tuple[bytes, list[int]]:
-        """Return some bytes and the descriptors that came with them; OSError: no more may be open here."""
+        """Return some bytes and the descriptors that came with them; OSError: too many are open here."""
         data, descriptors, flags, _ = socket.recv_fds(
             self.socket, most, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
@@ -246,7 +246,7 @@ class Frames:
         return data, descriptors
 
     def _exactly(self, length: int) -> bytes:
-        """Return so many bytes; EOFError if the other end is closed before."""
+        """Return `length` bytes; EOFError if the other end is closed before."""
         memory = bytearray(length)
         rest = memoryview(memory)
         while rest:
@@ -258,7 +258,7 @@ class Frames:
 
 
 def _plain(parcel: Parcel, memories: list[SharedMemory]) -> Any:
-    """Return a parcel as plain values, in which a memory is its number among `memories`."""
+    """Return a parcel as plain values; a memory becomes its index in `memories`."""
     buffers: bytes | int
     if isinstance(parcel.buffers, SharedMemory):
         buffers = len(memories)

@@ -1,4 +1,4 @@
-"""In a process of this machine: makes the body, and runs the calls of the driver."""
+"""The code of a process of this machine: it makes the body, and runs the calls of the driver."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _values(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _run(body: Any, number: int, request: Parcel, answers: queue.SimpleQueue[Any]) -> None:
-    """Run a method of the body, and answer with its result, or with what it has raised."""
+    """Run a method of the body, and answer with its result or exception."""
     try:
         try:
             method, arguments = opened(request)
@@ -68,7 +68,7 @@ def _run(body: Any, number: int, request: Parcel, answers: queue.SimpleQueue[Any
 
 
 def _told(error: BaseException) -> Parcel:
-    """Return an exception as a parcel, as words where it cannot be pickled."""
+    """Return an exception as a parcel; as words if it cannot be pickled."""
     if isinstance(error, CallRaisedError):
         text, cause = str(error), error.cause
     else:
@@ -82,7 +82,7 @@ def _told(error: BaseException) -> Parcel:
 
 
 def _receive(frames: Frames, coming: queue.SimpleQueue[tuple[int, Parcel]]) -> None:
-    """Hand requests on; end the process when the driver is gone."""
+    """Pass on requests; end the process when the driver is gone."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             number, parcel, _ = frames.receive()

@@ -34,7 +34,7 @@ class _GroupId:
 
 @dataclass(eq=False)
 class MachineGroup:
-    """Room for some processes; CPUs are shared, and so are GPUs where there are too few.
+    """Room for some processes; CPUs are shared, and so are GPUs if there are too few.
 
     Attributes:
         id, bundle_specs: see `Group`.
@@ -51,8 +51,8 @@ class MachineGroup:
 class MachineRuntime(OwnProcess):
     """Processes of this machine: forks of a template, called through sockets that only the two ends have.
 
-    Values are pickled; those of over a megabyte lie in shared memory, from which each process that is given them reads.
-    A process ends with the program that has started it.
+    Values are pickled; those of over a megabyte lie in shared memory, which receivers map. A process ends with the
+    program that has started it.
 
     Args:
         show_name: in one of the processes, tells the program its name.

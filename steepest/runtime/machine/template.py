@@ -54,7 +54,7 @@ def serve(control: int, driver: int) -> None:
     if threads > 1:
         raise RuntimeError(f"an import has started {threads - 1} threads, which forks would lack")
     gc.collect()
-    gc.freeze()  # else the collector would write to each object, which copies its page
+    gc.freeze()  # otherwise the collector would write to each object, which copies its page
     frames = Frames(socket.socket(fileno=control))
     forks: dict[int, tuple[int, int]] = {}  # number and pid, by the descriptor of the process
     while driver not in (ready := select.select([control, driver, *forks], [], [])[0]):
@@ -89,11 +89,11 @@ def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> Non
 
 
 def begin_as(settings: Mapping[str, Any], ends: Sequence[int], parent: int) -> None:
-    """Be a process of a job; does not return.
+    """Become a process of a job; does not return.
 
     Args:
-        given: the "environment", "directory", "path" where modules are looked for, and "name".
-        ends: of the socket to the driver, and where it prints: its output and its errors.
+        settings: the "environment", "directory", "path" where modules are looked for, and "name".
+        ends: descriptors of the socket to the driver, of its standard output, and of its standard error.
         parent: the template's number.
     """
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
@@ -115,7 +115,7 @@ def begin_as(settings: Mapping[str, Any], ends: Sequence[int], parent: int) -> N
 
 
 def _draw_anew() -> None:
-    """Have all generators draw as in a process that has just been started."""
+    """Seed all generators as in a process that has just been started."""
     import numpy
     import torch
 

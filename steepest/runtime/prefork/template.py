@@ -73,9 +73,9 @@ class Template:
 def start_template() -> Template | None:
     """Start a template, and return without waiting for its imports.
 
-    None is returned where workers start as Ray starts them: on other systems than Linux, with another version of Ray
-    than steepest is tested with, and where the environment asks for several threads, which libraries start when they
-    are loaded.
+    Return None if workers should start in Ray's own way: on other systems than Linux, with a version of Ray that
+    steepest is not tested with, and if the environment asks for several threads, which libraries start when they are
+    loaded.
     """
     several = any(environment_variable(name) not in (None, "1") for name in _THREADS)
     if several or sys.platform != "linux" or not hasattr(os, "pidfd_open") or not _is_tested():
@@ -113,7 +113,7 @@ def serve(path: Sequence[str], door: int, driver: int) -> None:
     The first to connect is a child of the raylet; Ray is imported then.
 
     Args:
-        path: `sys.path` of a worker, but for its first entry.
+        path: `sys.path` of a worker without its first entry.
         door: descriptor of the socket that listens.
         driver: descriptor of the driver's process.
 
@@ -153,9 +153,9 @@ def ray_variables(pid: int) -> dict[str, str]:
 
 
 def _import_ray(variables: dict[str, str]) -> None:
-    """Import Ray, and what needs it, as a child of the raylet would; `given`: Ray's variables in one.
+    """Import Ray, and modules that need it, with the environment variables that Ray gives a child of the raylet.
 
-    Ray reads them when it is imported: the raylet's number, and how tokens are asked for.
+    Ray reads them when it is imported: the raylet's number, and whether tokens are used.
     """
     set_environment({**variables, "RAY_JOB_ID": _NO_JOB})
     for module in RAY_MODULES:
@@ -164,11 +164,11 @@ def _import_ray(variables: dict[str, str]) -> None:
     if threads > 1:
         raise RuntimeError(f"an import has started {threads - 1} threads: workers are no forks")
     gc.collect()
-    gc.freeze()  # else the collector would write to each object, which copies its page
+    gc.freeze()  # otherwise the collector would write to each object, which copies its page
 
 
 def _work(client: socket.socket) -> None:
-    """Be the worker that `worker_start.hand_over` asks for; does not return."""
+    """Become the worker that `worker_start.hand_over` asks for; does not return."""
     import numpy
     import torch
 

@@ -26,7 +26,7 @@ _ENOUGH_SECONDS = 30.0
 
 
 def command(arguments: list[str]) -> list[str]:
-    """Return the arguments of Python that start the worker: without Ray's own file where no environment is asked for.
+    """Return Python's arguments that start the worker: without Ray's own file unless an environment is asked for.
 
     Args:
         arguments: that a raylet has for ``setup_worker.py``.
@@ -40,7 +40,7 @@ def command(arguments: list[str]) -> list[str]:
 
 
 def hand_over(name: str, arguments: list[str], seconds: float = _ENOUGH_SECONDS) -> bool:
-    """Have the template fork this worker; return whether it has: not if there is none, it ends, or is slow.
+    """Have the template fork this worker; return False if there is no template, or it ends or is too slow.
 
     Args:
         name: of the template's socket.

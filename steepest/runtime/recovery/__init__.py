@@ -1,1 +1,1 @@
-"""What becomes of a job when processes die, nodes go, or another size or strategy is wanted."""
+"""How a job continues when processes die, nodes go, or another size or strategy is wanted."""

@@ -1,4 +1,4 @@
-"""A transition is applied: the processes that it names become the job, with the state that there is."""
+"""Applies a transition: the processes that it names become the job, with the existing state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steepest.runtime.state.transfer import StateTransfer
 
 
 class Applying:
-    """Puts a job together of other processes."""
+    """Reassembles a job from other processes."""
 
     def __init__(self, cluster: Cluster, transfer: StateTransfer, observation: Observation) -> None:
         self._cluster = cluster
@@ -29,7 +29,7 @@ class Applying:
     def apply(
         self, change: Change, transition: Transition, world: World, dead: Mapping[Peer, str]
     ) -> None:
-        """Put the job together of the processes that a transition names.
+        """Reassemble the job from the processes that a transition names.
 
         `change.applied` has it as soon as the old job is no more. Where this raises after that,
         `StateTransfer.pending` is what to begin again with.
@@ -109,7 +109,7 @@ class Applying:
         successors: Mapping[Peer, Start],
         joined: Mapping[int, Start],
     ) -> Lineup:
-        """Return the processes of which the job is put together."""
+        """Return the processes that will form the job."""
         keep = {new: old.index for old, new in numbers.items() if old not in successors}
         servers = [
             peer
@@ -143,7 +143,7 @@ class Applying:
         dead: Mapping[Peer, str],
         seats: Mapping[Peer, int],
     ) -> str:
-        """Note what follows from a transition that was applied; return it in words, if it is news."""
+        """Note the consequences of an applied transition; return them in words if they are news."""
         cluster, starting = self._cluster, self._observation.starting
         leaving, worn_out = self._observation.leaving, []
         for peer in sorted(transition.missing & dead.keys()):

@@ -1,4 +1,4 @@
-"""A change of a job's processes as a value: kept until it is applied, whatever interrupts it."""
+"""A change of a job's processes as a value: kept until it is applied, also across interruptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from steepest.runtime.state.job_state import JobState
 
 @dataclass(frozen=True)
 class Applied:
-    """What one try has done."""
+    """The result of one try."""
 
     transition: Transition
     dead: Collection[Peer]
@@ -30,7 +30,7 @@ class Applied:
 
     @property
     def replaced(self) -> int:
-        """How many dead processes have successors now, or are done without for good."""
+        """The number of dead processes that have successors now, or are left out for good."""
         returned = sum(bool(start.cause) for start in self.joined.values())
         if self.transition.replaced or self.transition.missing:
             return returned + len(self.transition.replaced & set(self.dead))
@@ -39,7 +39,7 @@ class Applied:
 
 @dataclass
 class Change:
-    """What is known of one change: the next try goes on from there."""
+    """The progress of one change: the next try continues from there."""
 
     # the job when the change began
     job: Job
@@ -68,7 +68,7 @@ class Change:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the job is no more as it was, so that the change has to come to its end."""
+        """Whether the job has been altered already, so that the change has to be completed."""
         return self.halted or self.state is not None
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What becomes of a job's processes: a pure function of what is known of them and what is wanted."""
+"""With which processes a job continues: a pure function of the present and the wanted processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class World:
 
 @dataclass(frozen=True)
 class Target:
-    """What the user wants, and what the strategy can do."""
+    """The processes that the user wants, and the abilities of the strategy."""
 
     # the fewest workers that train without the others; one alone, which holds all weights, only if no other comes
     least: int
@@ -69,10 +69,10 @@ class Impossible:
 
 
 def decide(world: World, target: Target) -> Transition | Impossible | None:
-    """Return with which processes a job continues, or why it cannot; None to leave it as it is.
+    """Return the processes with which a job continues, or why it cannot; None to leave it unchanged.
 
-    Deaths come first, then nodes that will go, then the numbers of workers and servers. It is asked
-    again after each transition, and whenever something has changed.
+    Deaths come first, then nodes that will go, then the numbers of workers and servers. It is called
+    again after each transition, and after every change of its arguments.
 
     Example:
         >>> dead = {Peer("worker", 1), Peer("server", 0)}
@@ -95,7 +95,7 @@ def decide(world: World, target: Target) -> Transition | Impossible | None:
 def _without_the_dead(
     world: World, target: Target, source: Source
 ) -> Transition | Impossible | None:
-    """Return what becomes of a job after deaths.
+    """Return the transition of a job after deaths.
 
     Survivors continue at once where they are enough; otherwise successors are awaited. Where
     survivors only miss workers, successors that stand ready join, and others are awaited until
@@ -142,7 +142,7 @@ def _is_enough(transition: Transition, target: Target, least: int) -> bool:
 
 
 def _no_successor(world: World, target: Target) -> Impossible:
-    """Return why the others cannot continue without processes in whose places no process comes."""
+    """Return why the others cannot continue without processes that get no successors."""
     if world.worn_out:
         return Impossible(min(world.worn_out), "processes died there too often")
     why = "no successor has come up"
