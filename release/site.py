@@ -169,7 +169,7 @@ def stage(folder: Path, repository: str = "", *, draw: bool = True) -> None:
     (folder / "docs" / "README.md").unlink()  # the doors have it
     for path in [*ROOT.glob("*.md"), ROOT / "LICENSE"]:
         shutil.copy(path, folder)
-    (folder / "benchmarks").mkdir()
+    shutil.copytree(ROOT / "benchmarks" / "history", folder / "benchmarks" / "history")
     shutil.copy(ROOT / "benchmarks" / "RESULTS.md", folder / "benchmarks")
     (folder / "README.md").rename(folder / "index.md")
     (folder / "index.md").write_text(front_page((folder / "index.md").read_text(), repository))
