@@ -490,6 +490,7 @@ def test_a_run_whose_tracker_was_down_is_continued_as_the_same_run(
         (SystemExit(0), "FINISHED", 0),
     ],
 )
+@pytest.mark.few(6)
 @pytest.mark.parametrize("where", ["fit", "block"])
 def test_trackers_are_told_how_a_run_has_ended(
     monkeypatch: pytest.MonkeyPatch,

@@ -131,6 +131,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["configmap", "image"])
 def test_arguments_reach_the_program_through_all_shells_that_read_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str

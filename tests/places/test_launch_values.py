@@ -58,6 +58,7 @@ def restricted(template: Mapping[str, Any]) -> None:
         assert not any("hostPort" in port for port in container.get("ports", []))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cluster", [False, True])
 def test_the_pages_values_are_what_a_locked_cluster_takes(
     capsys: pytest.CaptureFixture[str], script: Path, values: Path, cluster: bool
