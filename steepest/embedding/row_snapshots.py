@@ -66,6 +66,9 @@ class RowSnapshots:
         self.call: OnRouter | None = None
         self.may_write = False  # whether it is known how to come back from a thread
         self._begun: dict[tuple[Peer, int], _Begun] = {}
+        self._writers: list[
+            RowWriter
+        ] = []  # of which a file may be on its way yet, whoever wanted it
 
     def begin(
         self,
@@ -119,12 +122,14 @@ class RowSnapshots:
             self._send(reader, begun.end.pack())
 
     def _writer_of(self, into: RowsInto) -> RowWriter | None:
-        """Return what writes a checkpoint's files; None where its place is not reached from here."""
-        if self.may_write and is_stamp(into.stamp):
+        """Return what writes a checkpoint's files; None where its place is not reached, or a disk hangs."""
+        self._writers = [writer for writer in self._writers if writer.is_busy]
+        if self.may_write and not self._writers and is_stamp(into.stamp):
             with contextlib.suppress(SteepestError):
                 folder = place_of(into.folder)
                 if reaches(folder / f"weights-{into.stamp}.safetensors"):
-                    return RowWriter(folder, into.stamp, self._server, self.call)
+                    self._writers.append(RowWriter(folder, into.stamp, self._server, self.call))
+                    return self._writers[-1]
         return None
 
     def _write(
