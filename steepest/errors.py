@@ -1,21 +1,21 @@
 """The exceptions of steepest.
 
 SteepestError
-├── ConfigurationError (ValueError)   an argument is wrong; nothing has begun
-├── ResourcesError                    the cluster cannot place what was asked
-├── StepError                         the job's processes did not do what they were asked
-│   ├── ModelError (ConfigurationError)a model breaks the protocol, or replicas disagree
-│   │   └── UnfrozenError             a step trains what was frozen; you never see it
-│   ├── ModelRaisedError              your code or data raised
-│   ├── NonFiniteError                a gradient holds NaN or infinity
-│   ├── DeadlineError (TimeoutError)  something did not happen in time
-│   ├── DataPlaneError (ConnectionError)workers that live cannot add up gradients
-│   └── PeerLostError (ConnectionError)a process died
-├── MessageTooLargeError              a message does not fit into a frame
-├── ProtocolError                     a frame is malformed or out of place
-│   └── AuthenticationError           a peer did not prove the job's token
-├── CheckpointError                   a checkpoint is missing or damaged
-└── ShutdownError                     the trainer was used after `shutdown()`
+├── ConfigurationError (ValueError)       an argument is wrong; nothing has begun
+├── ResourcesError                        the cluster cannot place what was asked
+├── StepError                             the job's processes did not do what they were asked
+│   ├── ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree
+│   │   └── UnfrozenError                 a step trains what was frozen; you never see it
+│   ├── ModelRaisedError                  your code or data raised
+│   ├── NonFiniteError                    a gradient holds NaN or infinity
+│   ├── DeadlineError (TimeoutError)      something did not happen in time
+│   ├── DataPlaneError (ConnectionError)  workers that live cannot add up gradients
+│   └── PeerLostError (ConnectionError)   a process died
+├── MessageTooLargeError                  a message does not fit into a frame
+├── ProtocolError                         a frame is malformed or out of place
+│   └── AuthenticationError               a peer did not prove the job's token
+├── CheckpointError                       a checkpoint is missing or damaged
+└── ShutdownError                         the trainer was used after `shutdown()`
 
 `DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; each subclass names
 a cause. Weights and optimizer state are then those of the last commit, less what a dead process alone
