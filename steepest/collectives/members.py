@@ -42,7 +42,7 @@ class _Round:
 
 
 class ReceiveWork:
-    """A message of `nbytes` to come for a member from the one of rank `source`; `what` it is to be, in words.
+    """A message of `nbytes` that a member awaits from the one of rank `source`; `what`: its contents, in words.
 
     Args:
         memory: flat uint8 to which it is written, or None to leave it where it lies.
@@ -62,7 +62,7 @@ class ReceiveWork:
         self._sent = ""  # what has come, in words
 
     def receive(self, payload: torch.Tensor, what: str) -> None:
-        """Keep the payload that has come, and what it is."""
+        """Keep the payload that has come, and the description of it."""
         self._sent = what
         if (
             self.memory is not None
@@ -73,7 +73,7 @@ class ReceiveWork:
         self.payload = payload
 
     def wait(self) -> None:
-        """Return when the message is here; raises as `bytes`."""
+        """Return when the message is here; errors as for `bytes`."""
         self.bytes()
 
     def bytes(self) -> torch.Tensor:
@@ -152,9 +152,9 @@ class MemberCollective(Collective):
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """Run one call of the user's in this context, by numbers that rise and are the same on all members.
+        """Return a context for one call of the user's; numbers rise, and are the same on all members.
 
-        Its messages are taken for no other's.
+        Its messages are not mistaken for those of another call.
         """
         before, self._call = self._call, number
         try:
@@ -290,7 +290,7 @@ class MemberCollective(Collective):
         self._router.pump()
 
     def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
-        """Turn the router until a condition holds that another member, named for the error, brings about.
+        """Run the router until a condition holds that depends on another member, which errors name.
 
         Raises:
             DeadlineError: it takes too long.
@@ -396,7 +396,7 @@ class MemberCollective(Collective):
             self._tell(self._lost)
 
     def tick(self, now: float) -> None:
-        """Do nothing: waits look at the time themselves."""
+        """Do nothing: waits check the time themselves."""
 
     def doing(self) -> Status:
         """Return nothing: an operation that waits is found in the stack of the worker's thread."""
@@ -406,7 +406,7 @@ class MemberCollective(Collective):
 class AwaitedMember:
     """Takes a member's place from its process' first connection until it joins.
 
-    Others that have joined before connect to it, and ask it for parts of gatherings: it does not answer, since it
+    Members that have joined before connect to it, and ask it for parts of gatherings. It does not answer, since it
     asks all of them itself as soon as it joins.
 
     Args:
@@ -422,7 +422,7 @@ class AwaitedMember:
         """Discard a payload."""
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Drop what is told once more; ProtocolError: it is not."""
+        """Drop a part of a gathering; ProtocolError: the message is of another kind."""
         if message.kind not in (MemberKind.PART, MemberKind.CONNECTED):
             raise ProtocolError(
                 f"{message.kind.name} from {source} at a member that has not joined"

@@ -66,9 +66,9 @@ class Abort(Body):
 class Part(Body):
     """One worker's values of a gathering in a user's own loop.
 
-    A member sends it to all others when its loop gathers, and once more, with those of other workers that it knows,
-    when the members change. A copy of one that is there changes nothing. Without a payload, the sender asks for all
-    parts that the receiver knows.
+    A member sends it to all others when its loop gathers; when the members change, it sends that part again, with the
+    other workers' parts that it knows. A part that the receiver has changes nothing. Without a payload, the sender
+    asks for all parts that the receiver knows.
     """
 
     number: Annotated[int, Header("version")]  # of the step, or of the batch, at which the loop is

@@ -5,7 +5,7 @@ elsewhere that of `using`. Every member calls the same operations in the same or
 the same shape and dtype, on the CPU. Inputs are never written to. Reductions take the members in
 the order of their ranks, or go around the ring; all members get the same bits.
 
-Every function raises `ConfigurationError` where there is no current collective, or for tensors that
+Every function raises `ConfigurationError` if there is no current collective, or for tensors that
 cannot travel; `DeadlineError`, naming the member that is awaited, when it takes too long;
 `PeerLostError` when a member is dead, or its function has raised.
 
@@ -41,7 +41,7 @@ _current: ContextVar[Collective | str] = ContextVar(
 
 
 def _leave() -> None:
-    """Have no collective in a forked child: its process is no member, and has no connections."""
+    """Remove the collective in a forked child: its process is no member, and has no connections."""
     if not isinstance(_current.get(), str):
         _current.set(
             "this process was forked from a member of the collective and is none itself: call "
@@ -84,7 +84,7 @@ def install(collective: Collective | str) -> None:
 
 
 def current() -> Collective:
-    """Return the current collective; ConfigurationError: there is none; says why."""
+    """Return the current collective; ConfigurationError: there is none, and why."""
     collective = _current.get()
     if isinstance(collective, str):
         raise ConfigurationError(collective)
@@ -173,7 +173,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Te
 def scatter(
     like: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None, src: int = 0
 ) -> torch.Tensor:
-    """Return this member's tensor of those that member `src` gives.
+    """Return this member's tensor of those from member `src`.
 
     Args:
         like: has the shape and dtype of each.

@@ -16,7 +16,7 @@ class Work(Protocol):
     """A message that is being sent or received."""
 
     def wait(self) -> None:
-        """Return when the tensor is received; one that is sent may be written to again then."""
+        """Return when the tensor is received, or may be written to again after it was sent."""
 
 
 class CompletedWork:
@@ -30,8 +30,8 @@ class Collective(ABC):
     """Messages and exchanges among the members of one generation; a subclass moves the bytes.
 
     Messages from one member to another arrive in order. Beyond them every member calls the same
-    operations in the same order: what each message is of travels with it, where the subclass can send
-    that, and is compared by its receiver. Inputs are never written to, so that an operation that fails can
+    operations in the same order: a description travels with each message, if the subclass can send
+    one, and its receiver compares it. Inputs are never written to, so that an operation that fails can
     be tried again among other members. Tensors are on the CPU.
 
     Every method, and every wait, raises `DeadlineError`, naming the member that is awaited, when it
@@ -57,11 +57,11 @@ class Collective(ABC):
 
     @abstractmethod
     def _receive(self, memory: torch.Tensor, source: int, what: str) -> Work:
-        """Begin to receive just that many bytes (flat, uint8), at least one; `what` they are to be."""
+        """Begin to receive exactly as many bytes as `memory` (flat, uint8) has, at least one; `what` they should be."""
 
     @contextlib.contextmanager
     def within(self, operation: str, whole: torch.Tensor | None = None) -> Iterator[None]:
-        """Have messages in this context be of an operation, if they are not of one already.
+        """Mark messages in this context as parts of an operation, unless they already belong to one.
 
         Args:
             operation: as a user calls it, with its arguments.

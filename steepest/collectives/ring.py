@@ -152,7 +152,7 @@ class _Wire:
         return self._half is None
 
     def buffer(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return the memory to receive a piece: `piece` itself where it travels as it is."""
+        """Return the memory to receive a piece: `piece` itself if it travels as it is."""
         return piece if self._half is None else piece.new_empty(2 + len(piece), dtype=self._half)
 
     def pack(self, piece: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from the counts alone. Three answers come of it:
 - at most: b stays as it is, which is Heaps' law, exact for power laws as long as few of all ids are known;
 - likely: b goes on falling, for each doubling by as much as for the last.
 
-All take look-ups for a sample by chance: in data in order of time ids come up that a first part does not have.
+All assume that look-ups are a random sample; data in order of time later have ids that their first part lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DistinctIds(NamedTuple):
     most: int
 
     def at_most(self, limit: int) -> DistinctIds:
-        """Return the same of which there are no more than a limit."""
+        """Return the same numbers, none larger than a limit."""
         return DistinctIds(*(min(each, limit) for each in self))
 
 
@@ -62,13 +62,13 @@ def distinct_ids(counts: Counts, times: float) -> DistinctIds:
 
 
 def _exponent_at_half(counts: Counts) -> float:
-    """Return the expected exponent of the growth curve of half of the look-ups, each taken by a toss of a coin."""
+    """Return the expected exponent of the growth curve of a random half of the look-ups."""
     none = 0.5 ** counts.astype(np.float64)
     return float((counts * none).sum() / (1.0 - none).sum())
 
 
 def _falling(exponent: float, before: float, logarithm: float) -> float:
-    """Return the logarithm of the growth where an exponent falls as from that at half of the sample, down to 0."""
+    """Return the logarithm of the growth if the exponent goes on falling as over the last doubling, down to 0."""
     fall = max(before - exponent, 0.0) / math.log(2.0)
     until = min(logarithm, exponent / fall) if fall else logarithm
     return exponent * until - fall * until * until / 2

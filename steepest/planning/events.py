@@ -41,7 +41,7 @@ class Links:
 
 
 class Events:
-    """What is to happen, by time."""
+    """A queue of events in virtual time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,12 +50,12 @@ class Events:
         self._stopped = False
 
     def at(self, time: float, act: Callable[[], None]) -> None:
-        """Have something happen at a time, after all that was set for the same time before."""
+        """Schedule an action for a time, after all that were scheduled for the same time before."""
         self._count += 1
         heapq.heappush(self._queue, (max(time, self.now), self._count, act))
 
     def run(self) -> bool:
-        """Let time pass until `stop` is called; return whether it was, or else nothing is left to happen."""
+        """Let time pass until `stop` is called, or no event is left; return whether it was called."""
         queue, self._stopped = self._queue, False
         while not self._stopped:
             if not queue:
@@ -65,7 +65,7 @@ class Events:
         return True
 
     def stop(self) -> None:
-        """Have `run` return after what happens now."""
+        """Let `run` return after the present event."""
         self._stopped = True
 
 
@@ -77,7 +77,7 @@ class ModelledProcess:
     Args:
         events: what is to happen.
         host: the number of its host.
-        alone: seconds that it works more for a message which it slept until, see `Costs`.
+        alone: seconds of additional work for a message for which it had to be woken, see `Costs`.
 
     Attributes:
         host: the number of its host.
@@ -100,7 +100,7 @@ class ModelledProcess:
         self._go()
 
     def deliver(self, seconds: float, act: Callable[[], None]) -> None:
-        """Have something done on the thread after so many seconds of work; it may `spend` more with it."""
+        """Run an action on the thread after some seconds of work; it may `spend` more."""
         if self._is_busy:
             self._inbox.append((seconds, act))
             return
@@ -110,25 +110,25 @@ class ModelledProcess:
 
     @property
     def ahead(self) -> float:
-        """The seconds of work that are begun and not over: `spent` has them."""
+        """The seconds of work that have begun and are not over; `spent` includes them."""
         return max(self.cursor - self._events.now, 0.0)
 
     def has_heard_all(self) -> bool:
-        """Return whether no message waits: what a task that works on between messages waits for."""
+        """Return whether no message waits; a task that works between messages yields this."""
         return not self._inbox
 
     def until(self, time: float) -> Callable[[], bool]:
-        """Have the task go on at a time, before which the thread is free: what a task that waits for it yields."""
+        """Return a condition that holds from a time on; a task that yields it leaves the thread free until then."""
         self._events.at(time, self._go)
         return lambda: self._events.now >= time
 
     def spend(self, seconds: float) -> None:
-        """Let the thread work for some seconds, within a task or what was delivered."""
+        """Let the thread work for some seconds, within a task or a delivered action."""
         self.cursor += seconds
         self.spent += seconds
 
     def _go(self) -> None:
-        """Work, if the thread is free; when it will be, if it is not and there is something to do."""
+        """Work if the thread is free; otherwise, if there is something to do, as soon as it is."""
         if self._is_busy:
             return
         events, inbox, self._is_busy = self._events, self._inbox, True
@@ -166,7 +166,7 @@ class ModelledProcess:
 
 
 class _MessageStream:
-    """What one process sends another one, in order."""
+    """The messages from one process to another, in order."""
 
     def __init__(self, source: ModelledProcess, target: ModelledProcess, order: int) -> None:
         self.source, self.target = source, target

@@ -26,7 +26,7 @@ def load_buffers(replicas: Replicas, state: Tensors) -> None:
 
 
 def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
-    """Set frozen parameters of every replica, by names, to the installed weights; other buffers stay."""
+    """Set named frozen parameters of every replica to the installed weights; other buffers stay."""
     for model in replicas.models:
         model.load_state(
             {name: value for name, value in model.state().items() if name not in names}
@@ -53,7 +53,7 @@ class PickledResult:
     buffers: list[np.ndarray[Any, Any]]
 
     def value(self) -> Any:
-        """Return the value; whatever its own methods raise is raised."""
+        """Return the value; errors of its own methods are raised."""
         return cloudpickle.loads(self.pickle, buffers=self.buffers)
 
 
@@ -99,7 +99,7 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> PickledRes
 
 
 def unfrozen(replicas: Replicas) -> frozenset[str]:
-    """Return the names of frozen parameters that users have unfrozen, see `Model`."""
+    """Return the names of frozen parameters that the user has unfrozen, see `Model`."""
     return frozenset[str]().union(*(model.unfrozen() for model in replicas.models))
 
 
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
-    """Return buffers by replica, of a checkpoint's tensors by "replica/buffer"."""
+    """Return buffers by replica, from a checkpoint's tensors by "replica/buffer"."""
     states: dict[int, Tensors] = {}
     for key, value in flat.items():
         replica, _, name = key.partition("/")
@@ -131,12 +131,12 @@ def load_inner_state(
     plain: list[str],
     schedule: ScheduleState | None,
 ) -> None:
-    """Set what a worker's own optimizer remembers: of `own`, by worker, or `mean` for one that has none there."""
+    """Set the state of a worker's own optimizer: from `own`, by worker, or `mean` for a worker without one there."""
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
 
 def take_servers_weights(replicas: Replicas, names: Collection[str]) -> None:
-    """Have a worker begin its next step with the servers' weights of some parameters, which have been set."""
+    """Let a worker begin its next step with the servers' weights of some parameters, which have been set."""
     replicas.take_servers_weights(names)
 
 

@@ -76,7 +76,7 @@ def asked(workers: int, bundle: Mapping[str, float]) -> str:
 
 
 def _fits(bundle: Mapping[str, float], without: Collection[str]) -> dict[str, int]:
-    """Return how many bundles fit now on each node that is not left out and will not go."""
+    """Return how many bundles fit now on each node that is neither left out nor about to go."""
     left_out = {*without, *runtime().leaving_nodes()}
     return {
         node: int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
@@ -101,7 +101,7 @@ def packed(
 
 
 def summary(resources: Mapping[str, float]) -> str:
-    """Return CPUs and GPUs of some resources, in words."""
+    """Return the CPUs and GPUs among resources, in words."""
     shown = [
         f"{name}: {resources.get(name, 0):g}"
         for name in ("CPU", "GPU")
@@ -120,17 +120,17 @@ class Seat:
 
     @property
     def node(self) -> str:
-        """The id of the node on which Ray has it; "" while Ray has no room for it."""
+        """The id of the node where Ray has placed it; "" while Ray has no room for it."""
         return runtime().bundles(self.group).get(self.bundle, "")
 
     def give_back(self) -> None:
-        """Give the room back, if owned, with that of all seats of the same group; processes there end."""
+        """Give back its group, if owned, with all seats in it; processes there end."""
         if self.owned:
             runtime().give_back(self.group)
 
 
 class _AskedRoom:
-    """Placement groups that Ray was asked for, of so many bundles each."""
+    """Placement groups that Ray was asked for, each with its number of bundles."""
 
     def __init__(self, groups: Sequence[Group] = (), bundles: int = 1) -> None:
         self._groups, self._bundles = list(groups), bundles
@@ -189,7 +189,7 @@ class Room(_AskedRoom):
             self._ask_together()
 
     def _ask_apart(self, nodes: Collection[str]) -> None:
-        """Ask for a seat on each of some nodes, or elsewhere if there is no room by then."""
+        """Ask for a seat on each of some nodes, or elsewhere if a node has no room any more."""
         self._apart, self._since = True, system().now()
         self._groups = [
             _ask(1, self._bundle, self._without, "STRICT_PACK", node or None) for node in nodes
@@ -276,7 +276,7 @@ def reserve_for_servers(
 def _seats_in(
     room: _AskedRoom, what: str, asked_for: str, timeout: float, who_else: Callable[[], str]
 ) -> list[Seat]:
-    """Return the seats of a room when it is there; give it back when anything raises, as after `timeout`."""
+    """Return the seats of a room when it is there; give it back on any error, such as a timeout."""
     deadline = system().now() + timeout
     try:
         while not room.is_there:
@@ -308,7 +308,7 @@ def _ask(
 
 
 def _reserved_by_others(bundles: Iterable[Mapping[str, float]]) -> str:
-    """Return what other groups hold, in words; "" if that is nothing."""
+    """Return the resources that other groups hold, in words; "" for none."""
     held: Counter[str] = Counter()
     for bundle in bundles:
         held.update({name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")})

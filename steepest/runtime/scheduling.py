@@ -7,7 +7,7 @@ import os
 
 
 def give_way() -> None:
-    """Have this thread take its turn when it is woken, instead of interrupting who woke it.
+    """Let this thread take its turn when it is woken, instead of interrupting the one that woke it.
 
     Where processors are fewer than processes, a server that sends weights to a worker on its own
     processor would be interrupted for milliseconds by that worker's step, and the other workers

@@ -1,4 +1,4 @@
-"""The seats of a job: which of its reserved places each process has, and which are given back."""
+"""The seats of a job: the reserved place of each process, and those to be given back."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class Placement:
 
     @property
     def serving_nodes(self) -> set[str]:
-        """Ids of the nodes of servers alone, as far as Ray has found any."""
+        """Ids of the nodes with servers alone, as far as Ray has placed these."""
         return {node for node in self.nodes(self.serving) if node}
 
     def at(self, seat: int) -> tuple[Group, int]:
-        """Return the group and bundle of a process in a seat, or beside who has it."""
+        """Return the group and bundle of a process in a seat, or beside the process in it."""
         return self._seats[seat].group, self._seats[seat].bundle
 
     def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
-        """Return another order of the seats: some workers' as given, the others get the first that are free."""
+        """Return another order of the seats: `placement` for some workers, the first free seats for the others."""
         free = [seat for seat in self.order if seat not in placement.values()]
         return [placement[i] if i in placement else free.pop(0) for i in range(workers)] + free
 
@@ -67,7 +67,7 @@ class Placement:
         self.left.append(seat)
 
     def leave_out(self, seats: Sequence[int]) -> str:
-        """Retire seats in which processes died too often; return what follows from it, in words."""
+        """Retire seats in which processes died too often; return the consequences in words."""
         failing = self.failing
         for seat in seats:
             self._failed[self._nodes[seat]] += 1
@@ -77,18 +77,18 @@ class Placement:
         return f"left out from now on{with_node}" if seats else "a successor joins when it is up"
 
     def distrust(self, node: str) -> None:
-        """Have a node left out, see `failing`: a process on it has computed wrongly."""
+        """Leave a node out, see `failing`, because a process on it has computed wrongly."""
         self._failed[node] += _FAILED_SEATS
 
     @property
     def failing(self) -> set[str]:
-        """Ids of nodes that are left out: distrusted, or with two such seats; empty if no other would remain."""
+        """Ids of nodes that are left out: distrusted, or with two retired seats; empty if no other would remain."""
         failing = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
         living = {*runtime().nodes()} if failing else set()
         return failing if living > failing else set()
 
     def surplus(self, workers: int) -> list[int]:
-        """Return the seats that are not needed: those that were left, and free ones.
+        """Return the seats that are not needed: those on nodes that were left, and free ones.
 
         Retired seats are among them when Ray moves them elsewhere, since their nodes are gone.
         """

@@ -59,8 +59,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _end_without_runtime() -> None:
     """End this process if it waits for a runtime that is gone.
 
-    Ray's control store (GCS) is gone where Ray's processes got the signal too. Calls of Ray wait for it then, also
-    those by which a trainer ends, until Ray ends this process after a minute, with status 1.
+    Ray's control store (GCS) is gone if Ray's processes got the signal too. Calls of Ray then wait for it, also
+    those that end a trainer, until Ray ends this process after a minute, with status 1.
     """
     gone_since = math.inf
     while runtime().is_up and time.monotonic() - _began < 2 * _ENDING_SECONDS:
@@ -73,7 +73,7 @@ def _end_without_runtime() -> None:
 
 
 def report_on_sigusr1(context: Watched) -> None:
-    """Have SIGUSR1 print to stderr what the processes of a job are doing, as long as the job is there.
+    """Let SIGUSR1 print to stderr what the processes of a job are doing, as long as the job exists.
 
     A thread of its own does so; nothing else of this process changes. A user's own handler stays:
     one of `signal.signal`, and one in C, such as that of `faulthandler.register`. On other threads

@@ -1,4 +1,4 @@
-"""The state of a job of which servers died: survivors are brought to one version, chunks found."""
+"""The state of a job after servers' deaths: survivors are brought to one version, chunks located."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class Survivor:
-    """What one process' servers tell of what they hold."""
+    """What one process' servers hold, as they report it."""
 
     position: tuple[int, int]  # generation and version
     chunks: frozenset[int]  # their indices; none if the optimizer raised in the middle of an update
@@ -27,11 +27,11 @@ class Survivor:
 
 
 def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
-    """Have a server carry out the decisions that other servers have heard of and it has not.
+    """Let a server carry out the decisions that other servers have received and it has not.
 
     A version is committed when it is staged on every server, so each server can apply a commit of
-    which one has heard; and a worker's gradient is not overwritten before the worker has the
-    weights that came of it.
+    which one has received word; and a worker's gradient is not overwritten before the worker has
+    the weights that it led to.
 
     Args:
         server: a survivor.
@@ -56,7 +56,7 @@ def state_of(servers: Sequence[Server]) -> Survivor:
 
 
 def assemble(chunks: int, parts: Mapping[T, Survivor]) -> SharedState | None:
-    """Return one state from those of processes at the newest version; None if one of so many chunks is lost."""
+    """Return the state assembled from processes at the newest version; None if one of the `chunks` is lost."""
     newest = max(parts.values(), key=lambda part: part.position)
     whole = {
         process: part.chunks for process, part in parts.items() if part.position == newest.position

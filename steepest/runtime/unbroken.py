@@ -1,4 +1,4 @@
-"""What an end does comes to its end, also where a second Ctrl-C, or a signal, lands in the middle of it."""
+"""Lets clean-up finish even if a second Ctrl-C, or a signal, arrives in the middle of it."""
 
 from __future__ import annotations
 

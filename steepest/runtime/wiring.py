@@ -1,4 +1,4 @@
-"""A job's processes open their roles, connect to each other, and hand chunks on that change hands."""
+"""Opens the roles of a job's processes, connects these, and moves chunks from one to another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Holdings = Mapping[int, Sequence[Any]]
 
 
 def connect_processes(context: JobContext, initial: Any) -> tuple[list[Address], list[Address]]:
-    """Have a job's processes open their roles, and connect them; the driver connects afterwards.
+    """Let a job's processes open their roles, and connect them; the driver connects afterwards.
 
     A worker connects to all processes that host servers. Of two of these the later one connects to
     the earlier one; unless servers send each other chunks, all but the first one connect to that
@@ -51,7 +51,7 @@ def connect_processes(context: JobContext, initial: Any) -> tuple[list[Address],
 
 
 def connect_to(context: JobContext, ends: Sequence[Address], workers: Sequence[Any]) -> None:
-    """Have workers without servers connect to the processes that host servers."""
+    """Connect workers without servers to the processes that host servers."""
     timeout = context.run_config.deadlines.start
     connecting = [runtime().call(worker, "connect", ends, timeout) for worker in workers]
     context.get(connecting, "connect the workers", context.names(workers))
@@ -60,7 +60,7 @@ def connect_to(context: JobContext, ends: Sequence[Address], workers: Sequence[A
 def _open(
     context: JobContext, hosting: list[Any], others: list[Any], initial: Any
 ) -> list[Address]:
-    """Have processes open their roles; return where each listens. Processes of servers take turns."""
+    """Let processes open their roles; return where each listens. Processes of servers take turns."""
     job, count = context.stored_job, context.job.num_servers
     dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
     opened: list[Address] = context.get(

@@ -1,4 +1,4 @@
-"""Calls of a job's processes: functions run on its workers, and what becomes of errors."""
+"""Runs functions on a job's workers, and translates their errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class WorkerCalls:
         return [results[index] for index in chosen]
 
     def _result(self, ref: Any, calls: Mapping[Any, int], what: str) -> Any:
-        """Return what a call of a worker returned; what a user's function has returned is unpickled."""
+        """Return the result of a worker's call; that of a user's function is unpickled."""
         name = self._name(calls[ref])
         try:
             result = ref.get()
@@ -133,7 +133,7 @@ class WorkerCalls:
         return [ref.get() for ref in refs if has_answered(ref)]
 
     def answers(self, method: str, seconds: float = _NOTICE_SECONDS) -> dict[Peer, Any]:
-        """Return what a method of each process returns, of those that answer within some seconds."""
+        """Return the results of a method of each process that answers within some seconds."""
         actors = self._context.actors
         refs = {peer: runtime().call(actor, method) for peer, actor in actors.items()}
         self._context.owner.attend(seconds, calls=[*refs.values()])

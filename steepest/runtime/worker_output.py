@@ -1,4 +1,4 @@
-"""What workers print: all of it is on the driver's terminal before they end.
+"""Shows all that workers print on the driver's terminal before they end.
 
 Ray's log monitor reads what workers have written into files, and sends it to the driver, some tenths of a second later.
 Each worker writes a mark behind its last line; the driver waits for the marks, and does not show them.
@@ -28,7 +28,7 @@ def write_marks(token: str) -> list[str]:
 
 
 def log_file(descriptor: int) -> str:
-    """Return the path of the file to which a descriptor of this process writes; "" where it is none."""
+    """Return the path of the file to which a descriptor of this process writes; "" if it is no file."""
     try:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -70,6 +70,6 @@ class PrintedLines:
             self._news.notify_all()
 
     def wait(self, marks: Collection[str], seconds: float) -> bool:
-        """Wait until marks have come, so that all before them is shown; return whether they have in time."""
+        """Wait until marks have come, so that all before them is shown; return whether they came in time."""
         with self._news:
             return self._news.wait_for(lambda: self._marks.issuperset(marks), seconds)

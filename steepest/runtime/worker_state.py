@@ -1,4 +1,4 @@
-"""The state that one worker alone has: its replicas' buffers and what its gradients left behind."""
+"""The state that one worker alone has: its replicas' buffers, and residuals of its gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steepest.core.tensors.dtypes import Tensors
 
 @dataclass(frozen=True)
 class WorkerState:
-    """Copies of what one worker has that no server holds."""
+    """Copies of the state of one worker that no server holds."""
 
     # of each replica, with frozen parameters that it has changed, see `Replicas.states`
     buffers: list[Tensors]
@@ -28,9 +28,9 @@ class WorkerState:
 
 
 def worker_state(replicas: Replicas, step: int, ledger: Sequence[int] | None = None) -> WorkerState:
-    """Return copies of a worker's own state, between two steps, after so many committed.
+    """Return copies of a worker's own state, between two steps, after `step` committed ones.
 
-    With a `ledger` (see `Replicas.settle`) the worker is one that takes no more steps, of which shares may be undone.
+    A worker with a `ledger` (see `Replicas.settle`) takes no more steps, and some of its shares may be undone.
     """
     began = system().now()
     if ledger is not None:

@@ -31,7 +31,7 @@ class Wanted:
     of_more: bool = False  # whether something else was asked for after it
 
     def asking(self, config: Strategy, workers: int | None) -> Wanted:
-        """Return what is wanted when the user asks for this besides; None for as many as now."""
+        """Return what is wanted once the user has also asked for this; `workers` is None for as many as now."""
         before, of_workers = self.before or self, self.of_workers or workers is not None
         if workers is not None:
             return Wanted(config, 1, workers, True, before, of_workers)
@@ -41,7 +41,7 @@ class Wanted:
 
 
 class Missing(NamedTuple):
-    """A worker that died, without which the others continue; its successor joins later."""
+    """A dead worker without which the others continue; its successor joins later."""
 
     number: int  # that it had
     seat: int  # where it ran, and its successor will run
@@ -79,7 +79,7 @@ class Growth:
             self._start_servers(wanted.config, min(have + coming, most))
 
     def _free_seats(self) -> list[int]:
-        """Return the seats that no process has, on nodes that live and stay; Ray moves those of dead ones."""
+        """Return the free seats on nodes that live and stay; Ray moves the seats of dead nodes."""
         placement, taken = self._cluster.placement, {start.seat for start in self._starting}
         free = [s for s in placement.order[self._cluster.job.num_workers :] if s not in taken]
         if not free:
@@ -90,7 +90,7 @@ class Growth:
         return [seat for seat in free if placement.nodes([seat])[0] in living]
 
     def _start_workers(self, missing: int, *, asked: bool) -> None:
-        """Start workers on free seats, and ask for room for others, where that is of use."""
+        """Start workers on free seats, and ask for room for the others if that may help."""
         cluster, placement, now = self._cluster, self._cluster.placement, system().now()
         if not asked:
             worn_out = len(placement.retired) > cluster.job.num_workers + missing
@@ -120,7 +120,7 @@ class Growth:
             starting.workers.append(starting.worker(index, seat))
 
     def _take_room(self) -> None:
-        """Start workers where room has been found; give it up after a while."""
+        """Start workers in the room that was asked for, once it is there; give it up after a while."""
         assert self._room is not None
         limit = self._cluster.run_config.deadlines.start
         if self._room.is_there:
@@ -135,7 +135,7 @@ class Growth:
             )
 
     def _start_servers(self, config: Strategy, workers: int) -> None:
-        """Start servers that are wanted when there are so many workers."""
+        """Start the servers that are wanted with this number of workers."""
         cluster, servers = self._cluster, self._starting.servers
         have = sum(peer.role == "server" for peer in cluster.members)
         wanted = cluster.serving(config, workers)
@@ -165,7 +165,7 @@ class Growth:
         return [s for s in self._cluster.placement.surplus(workers) if s not in coming]
 
     def cancel(self) -> None:
-        """Give up room that was asked for, and the processes that start."""
+        """Give up the room that was asked for, and the processes that are starting."""
         if self._room is not None:
             self._room.release()
             self._room = None

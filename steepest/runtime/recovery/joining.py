@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.1
 
 
 class Joining:
-    """Has successors join a job whose workers hold nothing that others need."""
+    """Lets successors join a job whose workers hold nothing that others need."""
 
     def __init__(self, cluster: Cluster, observation: Observation) -> None:
         self._cluster = cluster
@@ -84,7 +84,7 @@ class Joining:
         return False
 
     def _tell_of(self, peer: Peer, start: Start, old: Place, step: int, began: float) -> None:
-        """Note that a successor, which began to join at a time, has joined."""
+        """Log that a successor has joined; it began to at the time `began`."""
         cluster, now = self._cluster, system().now()
         pid = cluster.members[peer].place.pid
         took = now - start.began
@@ -106,7 +106,7 @@ class Joining:
         )
 
     def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:
-        """Have a process that is up, on the node of its predecessor, take the place of a worker."""
+        """Let a process that is up, on its predecessor's node, take a worker's place."""
         cluster, actor = self._cluster, start.actor
         cluster.extend_deadline()
         life, timeout = cluster.members[peer].life + 1, cluster.run_config.deadlines.start
@@ -162,7 +162,7 @@ class Joining:
         return place
 
     def _tell(self, workers: Collection[Peer]) -> None:
-        """Have workers learn where all others listen; a worker that dies meanwhile is left out."""
+        """Tell workers where all others listen; a worker that dies meanwhile is left out."""
         cluster, actors = self._cluster, self._cluster.actors
         calls = {
             peer: runtime().call(actors[peer], "join", cluster.stored_job, cluster.listening)

@@ -1,4 +1,4 @@
-"""Nodes that will go, or failed again and again: their processes start elsewhere, and move."""
+"""Moves processes away from nodes that will go, or that failed again and again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WILL_GO = "will go"
 
 
 class Leaving:
-    """Starts other processes for those on nodes that are to be left, while these still train."""
+    """Starts replacements of the processes on nodes that are to be left, while these still train."""
 
     def __init__(self, cluster: Cluster, starting: Starting) -> None:
         self.nodes: frozenset[str] = frozenset()  # to be left
@@ -69,7 +69,7 @@ class Leaving:
             self._without_room(least)
 
     def _start_again(self) -> None:
-        """Start others for those on their way that have died; give the move up if one is late."""
+        """Start replacements that have died once more; give the move up if one is late."""
         starting = self._starting
         moving = {peer: start for peer, start in starting.instead.items() if peer in self.peers}
         if late := [start for start in moving.values() if starting.is_late(start)]:
@@ -107,7 +107,7 @@ class Leaving:
             self.nodes = frozenset()
 
     def _tell(self, going: Mapping[str, float]) -> None:
-        """Note, once for each node, that it goes, when, and what is moved away from it."""
+        """Log, once for each node, that it goes, when, and what is moved away from it."""
         places = self._cluster.places
         for node in sorted(going.keys() - self._told):
             self._told.add(node)
@@ -121,7 +121,7 @@ class Leaving:
             )
 
     def _without_room(self, least: int) -> None:
-        """Give up the room that was asked for; the others go on without the workers, or nobody moves."""
+        """Give up the room that was asked for; the job goes on without these workers, or no process moves."""
         self._release()
         workers = sum(peer.role == "worker" for peer in self.peers)
         if self._cluster.job.num_workers - workers >= least:
@@ -154,7 +154,7 @@ class Leaving:
             self._room = None
 
     def end(self) -> None:
-        """Have left the nodes, or give the move up; nodes that are still used are found again."""
+        """End the move, done or given up; nodes that are still used are found again."""
         self._release()
         here = {place.node for place in self._cluster.places.values()}
         self._known -= here & self.nodes

@@ -32,7 +32,7 @@ _TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join
 
 
 class Observation:
-    """Watches a job's processes, and starts those that it lacks."""
+    """Watches a job's processes, and starts missing ones."""
 
     def __init__(self, cluster: Cluster, snapshots: Snapshots, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -60,7 +60,7 @@ class Observation:
         return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
     def ask_for_signs(self, *, changing: bool = False) -> tuple[list[str], list[str]]:
-        """Ask every process for a sign of life; give up, and return in words, those that are silent.
+        """Ask every process for a sign of life; give up the silent ones, and return them in words.
 
         Returns those of the job, and those that have no role yet or any more.
         """
@@ -112,7 +112,7 @@ class Observation:
                     cluster.on_router(partial(cluster.client.lost, server_peer(peer.index), why))
 
     def hear(self, lost: WorkerLost) -> None:
-        """Take the coordinator's word that a worker is dead; Ray's, if there is any, names the cause."""
+        """Take the coordinator's report that a worker is dead; Ray's report, if there is one, names the cause."""
         cluster, peer = self._cluster, worker_peer(lost.worker)
         if peer not in cluster.members or cluster.members[peer].life != lost.life:
             return
@@ -121,7 +121,7 @@ class Observation:
             cluster.deaths.declare(peer, lost.why)
 
     def hear_difference(self, difference: AuditDifference) -> None:
-        """Note that gradients of an audited step differ; give up a worker that is to be replaced for it.
+        """Log that gradients of an audited step differ; give up a worker that is to be replaced for it.
 
         Raises:
             PeerLostError: it cannot be replaced.
@@ -159,7 +159,7 @@ class Observation:
         cluster.deaths.declare(who, why)
 
     def is_plain(self, peer: Peer) -> bool:
-        """Return whether a process is a worker that holds nothing without which others stand still."""
+        """Return whether a process is a worker that the others can do without for a while."""
         return peer.role == "worker" and self._cluster.job.workers_are_replaced
 
     def dead(self) -> dict[Peer, str]:
@@ -173,7 +173,7 @@ class Observation:
         return dead
 
     def worn_out(self, dead: Collection[Peer]) -> frozenset[Peer]:
-        """Return those of the dead in whose places processes have died too often, or that are distrusted."""
+        """Return the dead whose places have seen too many deaths, or that are distrusted."""
         allowed = self._cluster.run_config.failure.max_failures
         return frozenset(p for p in dead if self._failed(p) > allowed or self.is_distrusted(p))
 
@@ -182,7 +182,7 @@ class Observation:
         return self._cluster.members[peer].watch in self.distrusted
 
     def _failed(self, peer: Peer) -> int:
-        """Return how many processes have died in the place of a dead one, with that one."""
+        """Return how many processes have died in a place, including the present dead one."""
         cluster, seat = self._cluster, self._cluster.seat_of(peer)
         watch = cluster.members[peer].watch
         if watch not in self._counted:
@@ -194,13 +194,13 @@ class Observation:
         return self._failures[seat]
 
     def late(self, dead: Collection[Peer]) -> frozenset[Peer]:
-        """Return those of the dead whose successors are so late that they are not awaited any more."""
+        """Return the dead whose successors are so late that they are no longer awaited."""
         starting = self.starting
         waited = {peer: start for peer, start in starting.instead.items() if peer in dead}
         return frozenset(peer for peer, start in waited.items() if starting.is_late(start))
 
     def in_vain(self, dead: Collection[Peer]) -> frozenset[Peer]:
-        """Return those of the dead whose successors are not awaited."""
+        """Return the dead whose successors are not awaited."""
         return self.worn_out(dead) | self.late(dead)
 
     def failed_to_start(self, peer: Peer) -> None:
@@ -210,7 +210,7 @@ class Observation:
     # -- processes that start --------------------------------------------------------------------
 
     def fill_reserve(self, trained: float = math.inf) -> None:
-        """Start spare processes, if some are wanted after `trained` seconds of training, or a death."""
+        """Start spare processes if any are wanted, after `trained` seconds of training or a death."""
         cluster = self._cluster
         wanted = cluster.run_config.failure.spares
         if wanted is None:
@@ -219,7 +219,7 @@ class Observation:
             self.reserve.fill(wanted)  # a GPU is Ray's to give, when it is needed
 
     def start_successors(self, dead: Mapping[Peer, str], *, cold: bool) -> None:
-        """Start processes in the places of dead ones, those kept in reserve first."""
+        """Start processes in the places of dead ones; spare processes are used first."""
         starting, cluster = self.starting, self._cluster
         for peer, cause in dead.items():
             if (known := starting.instead.get(peer)) is not None:
@@ -253,7 +253,7 @@ class Observation:
                 )  # fmt: skip
 
     def start_missing(self) -> None:
-        """Start further workers and servers, and others for those on nodes that will go."""
+        """Start further workers and servers, and replacements of those on nodes that will go."""
         starting = self.starting
         self._give_up_late_successors()
         for start in [*starting.workers, *starting.servers]:
@@ -270,7 +270,7 @@ class Observation:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Give the seats back that nothing needs any more, after workers have left."""
+        """Give back the seats that are no longer needed, after workers have left."""
         if surplus := self.growth.surplus(self.wanted.most):
             coming = [start.actor for start in self.starting]
             unused = self._cluster.unused(surplus, coming, self.reserve.actors)
@@ -278,7 +278,7 @@ class Observation:
             self._cluster.placement.give_back(unused)
 
     def _give_up_late_successors(self) -> None:
-        """End the starts of dead workers' successors that do not come up; others may be started later."""
+        """End successors of dead workers that do not come up; others may be started later."""
         starting = self.starting
         late = [start for start in starting.workers if start.cause and starting.is_late(start)]
         if late:
@@ -292,8 +292,8 @@ class Observation:
     def joining(self) -> dict[int, Start]:
         """Return the further workers that can join now, by their new numbers.
 
-        Each gets the number that it was made for where that can be; otherwise it builds its models
-        once more, and joins when it has.
+        Each gets the number that it was made for, if possible; otherwise it builds its models once
+        more, and joins afterwards.
         """
         starting, now = self.starting, system().now()
         up = [start for start in starting.workers if start.is_up]
@@ -340,7 +340,7 @@ class Observation:
         )
 
     def lacks_buffers(self, dead: Collection[Peer]) -> bool:
-        """Return whether all workers are dead, and there is a copy of buffers, or the like, of their own."""
+        """Return whether all workers are dead, and there is a copy of their own state, such as buffers."""
         if any(peer.role == "worker" and peer not in dead for peer in self._cluster.members):
             return False
         copy = self._snapshots.taken
@@ -379,7 +379,7 @@ class Observation:
         )
 
     def config_for(self, workers: int, servers: int, config: Strategy | None = None) -> Strategy:
-        """Return a strategy, with fewer servers if there are no more."""
+        """Return a strategy, with fewer servers if there are not as many as it wants."""
         config = config or self.wanted.config
         enough = servers == 0 or servers >= self._cluster.serving(config, workers)
         if enough or not config.has_servers:
@@ -388,7 +388,7 @@ class Observation:
 
 
 def numbered(wished: Collection[int], have: int) -> dict[int, int]:
-    """Return the numbers of further workers among those that there are, which keep their order.
+    """Return the new numbers of further workers, after the `have` workers there are; their order stays.
 
     Example:
         >>> numbered([1], 2)

@@ -1,4 +1,4 @@
-"""Processes on their way into a job: in dead ones' places, as further ones, and kept in reserve."""
+"""Processes that are starting: in dead ones' places, as further ones, and as spare ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STARTS = 5
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A process that starts."""
+    """A process that is starting."""
 
     peer: Peer  # the role for which it starts; a worker's models are built for that number
     seat: int | None  # in or beside which it runs; None for a server placed as the job's size says
@@ -42,12 +42,12 @@ class Start:
 
     @property
     def is_up(self) -> bool:
-        """Whether it can join: all calls have ended, if by an error of the user's code."""
+        """Whether it can join: all calls have ended, even if by an error of the user's code."""
         return all(call.done() for call in self.building) and not self.is_dead
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process died, or could never run."""
+        """Whether its process died, or could not be started."""
         return self.watch.done() or any(never_ran(call) for call in self.building)
 
     @property
@@ -82,7 +82,7 @@ class Starting:
         return iter([*self.instead.values(), *self.workers, *self.servers])
 
     def worker(self, index: int, seat: int, cause: str = "", actor: Any = None) -> Start:
-        """Start a worker's process, and have it build its models."""
+        """Start a worker's process, which builds its models."""
         spare, cluster = actor is not None, self._cluster
         actor = actor or cluster.start_worker(index, seat)
         building = self._building(actor, index)
@@ -145,7 +145,7 @@ class Starting:
         return _STARTS * self._cluster.run_config.deadlines.start
 
     def is_late(self, start: Start) -> bool:
-        """Return whether a process has not come up for so long that it is not awaited any more."""
+        """Return whether a process has taken so long to come up that it is no longer awaited."""
         return self.clock() - start.awaited > self.patience and not start.is_up
 
     def clock(self) -> float:
@@ -154,7 +154,7 @@ class Starting:
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Wait for something else in a block, so that no other is started for a process that dies in it."""
+        """Return a context for other waits; a process that dies during it is not started again meanwhile."""
         began = system().now()
         try:
             yield
@@ -162,7 +162,7 @@ class Starting:
             self._unwatched += system().now() - began
 
     def check_models(self, starts: Mapping[Peer, Start]) -> None:
-        """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""
+        """Check that workers that are up have built the job's model; ModelError, ModelRaisedError: one has not."""
         calls, job = [start.building[0] for start in starts.values()], self._cluster.job
         descriptions = self._cluster.get(calls, self._cluster.building, starts)
         for peer, described in zip(starts, descriptions, strict=True):
@@ -179,8 +179,8 @@ class Starting:
     def again(self, start: Start) -> Start:
         """Return the start of another process if one has died before it joined; else the same.
 
-        A process that does not even come to life in half the time counts as dead, too. The other
-        one has the rest of the time to come up.
+        A process that has not begun to run in half the time counts as dead, too. The new one has the
+        rest of the time to come up.
         """
         hangs = system().now() - start.started > self.patience / 2 and not start.is_placed
         if hangs and not start.is_dead:
@@ -195,7 +195,7 @@ class Starting:
         return replace(other, began=start.began, awaited=start.awaited)
 
     def joined(self, members: Collection[Any]) -> None:
-        """Forget the processes that are part of the job by now."""
+        """Forget the processes that have become part of the job."""
         self.instead = {p: s for p, s in self.instead.items() if s.actor not in members}
         self.workers = [start for start in self.workers if start.actor not in members]
         self.servers = [start for start in self.servers if start.actor not in members]
@@ -224,7 +224,7 @@ class Reserve:
         self._spares: list[_Spare] = []
 
     def fill(self, wanted: int) -> None:
-        """Start spare processes until there are so many."""
+        """Start spare processes until there are as many as wanted."""
         cluster = self._cluster
         for number in range(len(self._spares), wanted):
             cpus = cluster.run_config.resources.cpus_per_worker
@@ -235,7 +235,7 @@ class Reserve:
             self._spares.append(_Spare(actor, runtime().call(actor, "place"), seat))
 
     def take(self, node: str) -> Any | None:
-        """Return a spare process on a node, if one is up; it is a spare no more."""
+        """Return a spare process on a node, if one is up, and remove it from the reserve."""
         for spare in list(self._spares):
             actor, placing, _ = spare
             if not placing.done():

@@ -82,7 +82,7 @@ def take_stock(
     dead: Mapping[Peer, str],
     config: Strategy,
 ) -> JobState:
-    """Stop the survivors; return everything with which the job continues, under a strategy.
+    """Stop the survivors; return the state with which the job continues under a strategy.
 
     Raises:
         PeerLostError: a chunk has no holder and no copy.
@@ -122,7 +122,7 @@ def _standing(
     dead: Mapping[Peer, str],
     config: Strategy,
 ) -> SharedState | None:
-    """Stop the survivors; return where the state of all chunks is, or None if a copy has to serve."""
+    """Stop the survivors; return where the state of all chunks is, or None if a copy must be used."""
     role = "worker" if cluster.job.servers_in_workers else "server"
     cluster.extend_deadline()
     whole = cluster.client.torn is None and not any(peer.role == role for peer in dead)

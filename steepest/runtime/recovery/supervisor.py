@@ -1,4 +1,4 @@
-"""Keeps a job's processes as they are wanted: observes, takes stock, decides and applies, until no more is due."""
+"""Keeps a job's processes as wanted: observes, takes stock, decides and applies, until nothing is left to do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Processes = tuple[Client, set[Any]]
 
 
 class Supervisor:
-    """Makes all changes of a job's processes: after deaths, and because somebody wants them.
+    """Makes all changes of a job's processes: after deaths, and at the user's request.
 
     Everything here runs on the owner's thread. It looks at the processes between requests, and
     while it waits in one; it starts what is missing, has successors join, and makes changes
@@ -110,12 +110,12 @@ class Supervisor:
 
     @owned(Moment.ANY)
     def want(self, config: Strategy, workers: int | None = None) -> None:
-        """Have another strategy, or number of servers or workers, see `Wishes.want`."""
+        """Ask for another strategy, or number of servers or workers, see `Wishes.want`."""
         self._looked = 0.0
         self._wishes.want(config, workers)
 
     def _look_meanwhile(self) -> None:
-        """Look whether any process has turned silent, while calls of some of them are waited for."""
+        """Check whether a process has become silent, while calls are waited for."""
         if self._cluster.client.torn is not None and not self._doing:
             raise PeerLostError("servers send no weights: the optimizer raised")
         changing = self.is_changing
@@ -133,14 +133,14 @@ class Supervisor:
     # -- looking ---------------------------------------------------------------------------------
 
     def look(self, trained: float = 0.0) -> Due | None:
-        """Return what is due, see `_look`; to be called often."""
+        """Return the change that is due, see `_look`; to be called often."""
         self._trained = trained
         self.snapshots.remember()
         self.raise_kept()
         return self._look(patient=False)
 
     def _look(self, *, patient: bool) -> Due | None:
-        """Start the processes that are missing, have those join that can; return what is due besides."""
+        """Start missing processes, and let those join that can; return the change that is still due."""
         if self._cluster.client.torn is not None or self._change is not None:
             return "now"
         if self._is_time():
@@ -190,7 +190,7 @@ class Supervisor:
         return True
 
     def _look_at(self, dead: Mapping[Peer, str], *, patient: bool) -> World:
-        """Start what is missing, and return what is known then."""
+        """Start missing processes, and return what is then known of all."""
         observation = self.observation
         if dead:
             worn_out = observation.worn_out(dead)
@@ -202,7 +202,7 @@ class Supervisor:
         return observation.world(dead, patient=patient)
 
     def _start_missing(self) -> None:
-        """Start further processes; what cannot be had is wanted no more."""
+        """Start further processes; those that cannot be had are no longer wanted."""
         try:
             self.observation.start_missing()
         except (ResourcesError, ModelError, StepError) as error:
@@ -212,7 +212,7 @@ class Supervisor:
             self._wishes.refuse(error)
 
     def _decided(self, world: World, dead: Mapping[Peer, str]) -> Transition | Impossible | None:
-        """Return what is decided, with all that is to be said where the job cannot continue."""
+        """Return the decision; if the job cannot continue, with all that the user should know."""
         decided = decide(world, self.observation.target(world))
         if not isinstance(decided, Impossible) or decided.peer is None:
             return decided
@@ -230,19 +230,19 @@ class Supervisor:
         self._cluster.deaths.raise_lost(impossible.peer, impossible.why)
 
     def hear(self, lost: WorkerLost) -> None:
-        """Take the coordinator's word that a worker is dead."""
+        """Take the coordinator's report that a worker is dead."""
         self.observation.hear(lost)
         self._looked = 0.0
 
     def hear_difference(self, difference: AuditDifference) -> None:
-        """Take the coordinator's word that gradients of an audited step differ."""
+        """Take the coordinator's report that gradients of an audited step differ."""
         self.observation.hear_difference(difference)
         self._looked = 0.0
 
     def suspects(self, peer: Peer, why: str, client: Client) -> bool:
         """Note that a role's channel has closed; return False if its process cannot be replaced.
 
-        Nothing is noted where the job was put together meanwhile: other processes have the roles.
+        Nothing is noted if the job was reassembled meanwhile: other processes have the roles.
         """
         if self._cluster.client is not client:
             return True
@@ -255,13 +255,13 @@ class Supervisor:
     # -- changing --------------------------------------------------------------------------------
 
     def _begin_change(self) -> Change:
-        """Return the change that has begun and is not applied; begin one if there is none."""
+        """Return the change in progress; begin one if there is none."""
         if self._change is None:
             self._change = Change.of(self._cluster, self.observation.leaving.in_words)
         return self._change
 
     def change(self, *, patient: bool = False) -> None:
-        """Put the job together as it is decided; once more whenever a process dies meanwhile."""
+        """Reassemble the job as decided; once more whenever a process dies meanwhile."""
         cluster = self._cluster
         change = self._begin_change()
         cluster.stand(change.step)
@@ -287,7 +287,7 @@ class Supervisor:
             self._conclude(change)
 
     def _conclude(self, change: Change) -> None:
-        """Note what follows from a change that was applied, and tell of it."""
+        """Note the consequences of a change that was applied, and log it."""
         cluster, torn = self._cluster, change.client.torn
         self.changes += 1
         if torn is not None:
@@ -308,7 +308,7 @@ class Supervisor:
             self.observation.fill_reserve()
 
     def _apply(self, change: Change, *, patient: bool) -> bool:
-        """Find the dead, take stock, decide and apply; return whether anything was to be done."""
+        """Find the dead, take stock, decide and apply; return whether anything had to be done."""
         cluster, observation, unexplained = self._cluster, self.observation, 0
         dead = self._see(change)
         while True:
@@ -338,7 +338,7 @@ class Supervisor:
             return find_dead(self._cluster, suspect)
 
     def _try(self, change: Change, dead: Mapping[Peer, str], *, patient: bool) -> bool | Impossible:
-        """Take stock, unless that was done; decide, and apply; return whether anything was to be done, if it can be."""
+        """Take stock unless that was done, decide, apply; return whether anything had to be done, or `Impossible`."""
         cluster, observation = self._cluster, self.observation
         change.state = self._transfer.pending or change.state
         with change.part("starting"):
@@ -372,7 +372,7 @@ class Supervisor:
         return True
 
     def _said(self, change: Change, peer: Peer, why: str) -> str:
-        """Return what is said of a dead process, by the name that it had when the change began."""
+        """Return what is logged of a dead process, by the name that it had when the change began."""
         if peer in self.observation.worn_out([peer]) and not self.observation.is_distrusted(peer):
             allowed = self._cluster.run_config.failure.max_failures
             why += f"; it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more"
@@ -380,7 +380,7 @@ class Supervisor:
         return f"{change.names.get(member.watch, peer)} on {member.place.host} ({why})"
 
     def _suspect_of(self, said: Collection[Any], error: Exception) -> tuple[Peer, str] | None:
-        """Return the process whose channel has closed, if that ended a change, and what is said of it."""
+        """Return the process whose closed channel ended a change, and why; None if none did."""
         cluster = self._cluster
         lost = cluster.client.lost_peer
         if lost is not None and self._transfer.pending is None:
@@ -398,7 +398,7 @@ class Supervisor:
     def await_whole(self, *, asked: bool = False) -> None:
         """Return when no process is dead, and what the user has asked for is there, or was refused.
 
-        Steps that a death has undone are made again before.
+        Steps that a death has undone are repeated first.
         """
         changes = self.changes
         with self.owner.for_caller():
@@ -419,13 +419,13 @@ class Supervisor:
             raise error
 
     def _is_settled(self, *, asked: bool) -> bool:
-        """Make the changes that are due; return whether nothing is left to wait for."""
+        """Make due changes; return whether nothing is left to wait for."""
         self._error, self._looked = None, 0.0  # what has failed fails again
         self._make_whole()
         return not self.observation.dead() and self._wishes.are_granted(asked=asked)
 
     def _make_whole(self) -> None:
-        """Make the changes that are due, and the steps again that are undone."""
+        """Make due changes, and repeat the steps that are undone."""
         while True:
             if self._look(patient=True) is not None:
                 self.change(patient=True)
@@ -443,17 +443,17 @@ class Supervisor:
 
     @property
     def is_amid_change(self) -> bool:
-        """Whether a change has begun that is not applied."""
+        """Whether a change is in progress."""
         return self._change is not None and self._change.has_begun
 
     def is_readable(self) -> bool:
-        """Return whether its state can be read; or whether it never can, as `look` will say."""
+        """Return whether the job's state can be read, or never can be, as `look` will report."""
         still = self._change is None and (self.in_call or not self.is_behind)
         return self._error is not None or still
 
     @property
     def is_changing(self) -> bool:
-        """Whether the job is being put together."""
+        """Whether the job is being reassembled."""
         return self._doing == "changing"
 
     def processes(self) -> Processes:
@@ -489,6 +489,6 @@ class Supervisor:
 
 
 def _as_it_is(world: World) -> Transition:
-    """Return the transition that changes nothing, to finish a change whose cause is no more."""
+    """Return the transition that changes nothing, to finish a change whose cause is gone."""
     source: Source = "processes" if world.whole else "snapshot"
     return Transition(source, frozenset(), frozenset(), world.workers, world.servers)

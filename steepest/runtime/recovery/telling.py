@@ -14,7 +14,7 @@ from steepest.runtime.recovery.change import Applied, Change
 
 
 def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
-    """Note what was done; the user is warned unless as many processes as before are there, and none has died."""
+    """Log what was done; as a warning if a process died, or fewer are there than before."""
     applied, before, said = change.applied[-1], change.job, list(change.said.values())
     job, transition, record = cluster.job, applied.transition, record_of(cluster, change, number)
     sizes = f"{job.global_batch} samples a step, from step {cluster.step + 1} on"
@@ -94,14 +94,14 @@ def _cause(cluster: Cluster, change: Change) -> str:
 
 
 def _source(change: Change) -> str:
-    """Return where the state is with which a job continues."""
+    """Return in words where the state is with which a job continues."""
     if change.state is None or change.state.copied:
         return "the newest state is lost"
     return "the living hold all of the state"
 
 
 def _decision(change: Change) -> str:
-    """Return what was done, by each try."""
+    """Return in words what was done, by each attempt."""
     parts_of_tries = []
     for applied in change.applied:
         made = applied.transition
@@ -116,7 +116,7 @@ def _decision(change: Change) -> str:
 
 
 def nothing_lost(job: Job, dead: Collection[Peer]) -> str:
-    """Return in words that deaths have cost no update, with what they have cost all the same."""
+    """Return in words that deaths have cost no update, and what else they have cost."""
     workers = [str(peer) for peer in sorted(dead) if peer.role == "worker"]
     if not workers or not delays_rows(job):
         return "no update and no sample is lost"

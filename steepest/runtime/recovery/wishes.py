@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Wishes:
-    """Changes what is wanted of a job's processes."""
+    """Keeps what the user wants of a job's processes."""
 
     def __init__(self, cluster: Cluster, observation: Observation) -> None:
         self._cluster = cluster
@@ -39,7 +39,7 @@ class Wishes:
                 self._take_back_workers()  # the next look starts what else is missing
 
     def refuse(self, error: SteepestError) -> None:
-        """Want what there is, because processes cannot be had; see `are_granted`.
+        """Be content with the processes there are, because others cannot be had; see `are_granted`.
 
         If something else was asked for after another number of workers, which a callback did then,
         that number alone is taken back at first.
@@ -51,7 +51,7 @@ class Wishes:
         self._take_back()
 
     def _take_back(self) -> None:
-        """Want what was wanted before; of workers as many as there are, where the number is fixed."""
+        """Return to the earlier wish; a fixed number of workers becomes the number that there are."""
         observation, before = self._observation, self._observation.wanted.before
         observation.growth.cancel()
         if before is not None:
@@ -59,7 +59,7 @@ class Wishes:
             observation.wanted = replace(before, most=most)
 
     def _take_back_workers(self) -> None:
-        """Do as `_take_back`, but for the strategy that was asked for, which is still to come."""
+        """Do as `_take_back`, but keep the strategy that was asked for, which is still to come."""
         asked = self._observation.wanted
         self._take_back()
         wanted = self._observation.wanted
@@ -74,7 +74,7 @@ class Wishes:
         return wanted.config == job.config and enough
 
     def end_if_granted(self) -> None:
-        """Note that the user has what was asked for, if it is so."""
+        """If the user has what was asked for, note that."""
         wanted = self._observation.wanted
         if wanted.before is not None and self._is_granted:
             self._observation.wanted = Wanted(
@@ -82,7 +82,7 @@ class Wishes:
             )
 
     def are_granted(self, *, asked: bool) -> bool:
-        """Return whether nothing is outstanding that the user has asked for.
+        """Return whether the user has everything that was asked for.
 
         Raises:
             SteepestError: what the caller has just `asked` for was refused for this reason.

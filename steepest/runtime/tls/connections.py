@@ -126,7 +126,7 @@ class TlsSocket(ssl.SSLSocket, EncryptedSocket):
             raise _translated(error) from None
 
     def advance(self) -> int:
-        """Do what is possible of the handshake, not blocking.
+        """Do as much of the handshake as is possible without blocking.
 
         Return 0 when it is done, or the selector's event to wait for.
 
@@ -209,7 +209,7 @@ class Tls:
         return made
 
     def _try_out(self, identity: Identity) -> None:
-        """Connect both ends with each other, in memory; ConfigurationError: one does not accept the certificate."""
+        """Connect two ends with each other in memory; ConfigurationError: one does not accept the certificate."""
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         caller = self._calling.wrap_bio(back, there)
         acceptor = self._accepting.wrap_bio(there, back, server_side=True)
@@ -226,7 +226,7 @@ class Tls:
 
 
 def identity_of(tls: bool | TLSConfig) -> Identity | None:
-    """Return the certificate of a new job, having tried it; None without TLS.
+    """Return the certificate of a new job, after a test; None without TLS.
 
     Args:
         tls: as of `RunConfig`.
@@ -263,7 +263,7 @@ def _context(protocol: int, identity: Identity) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, files: TLSConfig) -> None:
-    """Give a context the user's files; ConfigurationError: they cannot be read, or do not hold what they should."""
+    """Give a context the user's files; ConfigurationError: they are unreadable, or without certificate and key."""
 
     def no_passphrase() -> bytes:
         raise ConfigurationError(
@@ -292,7 +292,7 @@ def _load(context: ssl.SSLContext, files: TLSConfig) -> None:
 
 @contextlib.contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """Hold bytes in a file in memory, or in one of this user that is removed at once; its path."""
+    """Return the path of a file with these bytes, in memory or private to this user, in a context that removes it."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("steepest-key")
         path = f"/proc/self/fd/{descriptor}"
@@ -322,7 +322,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def _translated(error: OSError) -> Exception:
-    """Return an error of ssl as one of ours, or of sockets; others are returned as they are."""
+    """Return an error of ssl as one of this library or of sockets; other errors unchanged."""
     if not isinstance(error, ssl.SSLError):
         return error
     if isinstance(error, _WOULD_BLOCK):
