@@ -1,4 +1,4 @@
-"""Begins what runs a command's processes, while this process imports what it needs."""
+"""Starts the runtime of a command's processes, while this process imports what it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_runtime_option(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def begun(name: str) -> Iterator[None]:
-    """Begin a runtime, by its name as of `RunConfig`, for the length of a block."""
+    """Return a context with a runtime, by its name as in `RunConfig`."""
     from steepest.runtime.job_runtime import choose, chosen, runtime
 
     # Either starts a process that imports what workers need, which takes as long as this one's imports.
@@ -43,7 +43,7 @@ def begun(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ray() -> Iterator[None]:
-    """Connect to Ray in this context."""
+    """Return a context that is connected to Ray."""
     from steepest.runtime.prefork.template import start_template
 
     # before this process imports Ray, which takes as long as the template's own imports

@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _as_text(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in columns; its last one, which has sentences, is cut."""
+    """Return a table in columns; the last one, of sentences, is cut to 60 characters."""
     rows = [[*row[:-1], row[-1][:60]] for row in rows]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = (

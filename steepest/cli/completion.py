@@ -71,7 +71,7 @@ def _collect(
     choices: list[str],
     words: list[str],
 ) -> None:
-    """Add the shell's cases of a command and of its subcommands."""
+    """Add the shell's cases for a command and its subcommands."""
     known: list[str] = []
     for action in parser._actions:
         known += action.option_strings

@@ -94,7 +94,7 @@ def local_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with somewhat smaller steps, for training in which each gradient is an update."""
+    """Return SGD with slightly smaller steps, for training in which each gradient is an update."""
     return torch.optim.SGD(module.parameters(), lr=0.08, momentum=0.9)
 
 

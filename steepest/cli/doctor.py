@@ -48,7 +48,7 @@ def doctor() -> int:
 
 
 class _Checkup:
-    """What the doctor does, and how far it has come."""
+    """The checks of the doctor, and their progress."""
 
     def __init__(self) -> None:
         self._say = _Stopwatch()
@@ -57,7 +57,7 @@ class _Checkup:
         self._failed = False
 
     def run(self) -> int:
-        """Do all; return the exit status."""
+        """Run all checks; return the exit status."""
         say = self._say
         # what can be said without imports, which may take all the time on a busy machine
         machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
@@ -84,7 +84,7 @@ class _Checkup:
         return self._conclude()
 
     def _look_at_ray(self) -> int:
-        """Say what the Ray is that RAY_ADDRESS names; return how many workers are tried there."""
+        """Describe the Ray cluster that RAY_ADDRESS names; return how many workers are tried there."""
         from steepest.runtime.connection import describe_cluster, free_cpus
 
         self._say(describe_cluster())
@@ -136,18 +136,18 @@ class _Checkup:
                 sgd.shutdown()
 
     def _begin(self, what: str) -> None:
-        """Announce what is done next."""
+        """Announce the next check."""
         self._doing = what
         self._say(what)
 
     def give_up(self) -> None:
-        """Say what there was no time for, and end this process."""
+        """Print what there was no time for, and end this process."""
         status = self._conclude()
         sys.stdout.flush()
         os._exit(status)  # its processes end with this one
 
     def _conclude(self) -> int:
-        """Say what was tried, and what not; return the exit status."""
+        """Print what was tried, and what was not; return the exit status."""
         tried = len(self._untried) < len(_TRIED)
         well = tried and not self._failed
         if self._untried:
@@ -171,7 +171,7 @@ class _Checkup:
 
 
 def _installed(name: str) -> str:
-    """Return the version of a package that is installed, without importing it."""
+    """Return the version of an installed package, without importing it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -179,13 +179,13 @@ def _installed(name: str) -> str:
 
 
 def _load() -> tuple[float, bool]:
-    """Return how many processes want to run on this machine, and whether these are more than it has processors."""
+    """Return how many processes want to run on this machine, and whether they exceed its processors."""
     load = os.getloadavg()[0]
     return load, load > (os.cpu_count() or 1)
 
 
 def _next_step() -> str:
-    """Return what a newcomer does after the doctor."""
+    """Return a newcomer's next command after the doctor."""
     missing = "" if find_spec("sklearn") else "pip install 'steepest[demo]' and "
     return (
         f"next: {missing}steepest demo; then a script of your own by "

@@ -13,7 +13,7 @@ _KINDS = (".html", ".csv", ".png")
 
 
 def write_whole(target: Path, content: bytes) -> None:
-    """Write a file that is never half there; ConfigurationError: it cannot be written."""
+    """Write a file atomically; ConfigurationError: it cannot be written."""
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(content)
@@ -26,7 +26,7 @@ def write_whole(target: Path, content: bytes) -> None:
 
 
 def check_outputs(outputs: Sequence[Path]) -> None:
-    """Check that each file of results can be made."""
+    """Check that each file of results can be created."""
     for output in outputs:
         if output.suffix.lower() not in _KINDS:
             raise ConfigurationError(

@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print what is predicted; return the exit status."""
+    """Measure, and print the predictions; return the exit status."""
     if options.tables:
         return plan_tables.run(options)
     if options.json is not None:

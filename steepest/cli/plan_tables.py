@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is predicted of embedding tables; return the exit status."""
+    """Print the predictions for embedding tables; return the exit status."""
     path = None if options.json in (None, "-") else Path(options.json)
     if path is not None and not path.parent.is_dir():
         raise ConfigurationError(f"--json {path}: {path.parent} is no directory")
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _described(options: argparse.Namespace) -> dict[str, Any]:
-    """Return how the tables of a file are described."""
+    """Return the arguments of `Table` for the tables of a file."""
     from steepest import tables
 
     if options.optimizer not in _OPTIMIZERS:

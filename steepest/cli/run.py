@@ -86,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a script with its own arguments, and print what it has reported last; return the exit status."""
+    """Run a script with its own arguments, and print its last report; return the exit status."""
     if options.checkpoints is None and options.every is not None:
         raise ConfigurationError("--every without --checkpoints: give both")
     if options.timeline is not None:
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _failure(options: argparse.Namespace) -> FailureConfig:
-    """Return what happens when a process dies: the others wait for its successor, so that all stay in their loops."""
+    """Return the handling of deaths: the others wait for a successor, so that all stay in their loops."""
     most = {} if options.max_failures is None else {"max_failures": options.max_failures}
     return FailureConfig(patience=math.inf, snapshot_every=options.snapshot_every, **most)
 
@@ -144,7 +144,7 @@ def _strategy(options: argparse.Namespace) -> Strategy:
 
 
 def tracker(text: str) -> Callback:
-    """Return the callback that hands a run to a tracker, from its name and, behind "=", where that keeps it.
+    """Return the callback that reports a run to a tracker, given its name and, after "=", where it stores runs.
 
     Raises:
         ConfigurationError: there is no such tracker, or it is not installed.

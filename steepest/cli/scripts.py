@@ -1,4 +1,4 @@
-"""What the commands have in common that are given a script of a user's."""
+"""The common parts of commands that take a user's script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def script_parser(
     in_short: str,
     description: str,
 ) -> argparse.ArgumentParser:
-    """Add a command that takes a script, and arguments of the script's own behind ``--``; return its parser."""
+    """Add a command that takes a script, and the script's own arguments after ``--``; return its parser."""
     parser = commands.add_parser(
         name,
         help=in_short,
@@ -55,7 +55,7 @@ def add_job_options(parser: argparse.ArgumentParser, besides: str = "") -> None:
 
 
 def strategy_names(text: str) -> list[str]:
-    """Return the names of strategies that a list with commas has, each once."""
+    """Return the names of strategies in a comma-separated list, each once."""
     from steepest.strategies.named import as_strategy  # it imports torch
 
     names = [each.strip() for each in text.split(",") if each.strip()]

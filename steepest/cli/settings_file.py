@@ -22,14 +22,14 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 
 
 def with_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command with those of its file, if they name one, before them.
+    """Return the arguments of a command, after those of its file if they name one.
 
     Args:
         parser: of the command.
-        arguments: those behind the command's name.
+        arguments: those after the command's name.
 
     Raises:
-        ConfigurationError: the file cannot be read, is no mapping, or has what is no option.
+        ConfigurationError: the file cannot be read, is no mapping, or has a key that is no option.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
@@ -54,7 +54,7 @@ def with_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list
 
 
 def _read(file: str) -> Mapping[Any, Any]:
-    """Return what a file has; none if it is empty."""
+    """Return the mapping in a file; an empty one if the file is empty."""
     import yaml  # which takes as long as the rest of a command's start
 
     try:

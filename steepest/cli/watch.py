@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the page's address, and serve it where no job does; return the exit status."""
+    """Print the page's address, and serve it unless a job does; return the exit status."""
     url = _address_of(options.run) or _live(options.run)
     if url is not None:
         _require_answer(url)
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _address_of(text: str) -> str | None:
-    """Return the whole address of a page that a user names; None for what is no address."""
+    """Return the whole address of a page that a user names; None if the text is no address."""
     if (match := _ADDRESS.fullmatch(text)) is None or Path(text).exists():
         return None
     host, port, token = match.groups()

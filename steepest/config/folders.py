@@ -1,4 +1,4 @@
-"""Folders of this user's that others cannot read."""
+"""Folders and files that only this user can read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from steepest.errors import ConfigurationError
 
 
 def private_folder(base: Path, name: str, what: str) -> Path:
-    """Return a folder of this user's, which is made if it is missing.
+    """Return a folder that only this user can read, created if it is missing.
 
     Args:
-        base: where it is, which may be of all users.
-        name: its own, to which the user's number is added.
-        what: is kept there, for the error.
+        base: the parent folder, which may be shared by all users.
+        name: of the folder; the user's number is appended.
+        what: the contents, for the error.
 
     Raises:
-        ConfigurationError: another user has it, or reads it.
+        ConfigurationError: another user owns it, or can read it.
     """
     folder = base / f"{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -56,7 +56,7 @@ class JobConfig:
             object.__setattr__(self, name, value)
 
     def most_of(self, num_workers: int) -> int:
-        """Return, with a warning if fewer, how many of so many workers may be for each batch to have a sample."""
+        """Return how many of the workers can each get a sample of every batch, with a warning if not all can."""
         if self.global_batch_size is None:
             return num_workers
         most = self.global_batch_size // (self.devices_per_worker * self.accumulate)

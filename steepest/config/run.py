@@ -273,7 +273,7 @@ def data_directory() -> Path | None:
 
 
 def tell_frameworks_of_threads(threads: int) -> None:
-    """Have JAX and TensorFlow, where they begin later in this process, use so many threads."""
+    """Let JAX and TensorFlow, if they start later in this process, use a number of threads."""
     os.environ["PJRT_NPROC"] = str(threads)  # of XLA, for JAX
     for kind in ("INTRAOP", "INTEROP"):
         os.environ.setdefault(f"TF_NUM_{kind}_THREADS", str(threads))
@@ -281,10 +281,10 @@ def tell_frameworks_of_threads(threads: int) -> None:
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables for the length of a block; afterwards they are as before it.
+    """Return a context with some environment variables set; afterwards they are as before.
 
     Args:
-        values: by name; None for a variable that is not to be set.
+        values: by name; None for a variable to be removed.
     """
     before = {name: os.environ.get(name) for name in values}
     try:
@@ -309,5 +309,5 @@ def environment_of_process() -> dict[str, str]:
 
 
 def environment_variable(name: str) -> str | None:
-    """Return an environment variable, or None where it is not set or empty."""
+    """Return an environment variable, or None if it is not set or empty."""
     return os.environ.get(name) or None

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    """Return a method that calls the process' method of that name."""
+    """Return a method that calls the server process' method of that name."""
 
     def call(self: ServerActor, *arguments: Any) -> Any:
         return getattr(self._process, name)(*arguments)

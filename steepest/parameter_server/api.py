@@ -483,13 +483,13 @@ class ParameterServer:
             raise
 
     def _watch(self) -> WatchedServers:
-        """Return what a report of the servers' processes needs to know."""
+        """Return the servers' processes for a report."""
         return WatchedServers(
             self._access, functools.partial(open_connections.known, self._access.token)
         )
 
     def _run_again(self, begin: Callable[[Connection], Future[T]], what: str) -> T:
-        """Do as `_run` for a request about the whole state, and again if a server dies in it."""
+        """Do as `_run` for a request about the whole state, and again if a server dies meanwhile."""
         while True:
             try:
                 return self._run(begin, what)
@@ -511,7 +511,7 @@ def _handle(access: Access) -> ParameterServer:
 def _start(
     count: int, copies: int, transport: str, token: bytes, identity: Identity | None
 ) -> Servers:
-    """Start so many servers' processes, which start again where there are copies, on what this process runs on."""
+    """Start servers' processes on the runtime of this process; dead ones start again if there are copies."""
     if runtime().name == "ray":
         from steepest.parameter_server.on_ray import start_actors
 
@@ -528,7 +528,7 @@ def _opened(
     initial: Mapping[str, Bytes],
     ways: str,
 ) -> list[Call]:
-    """Have each process host its server; return the calls."""
+    """Let each process host its server; return the calls."""
     call, stored = runtime().call, runtime().put(initial)
     return [
         call(handle, "open_group", group, spec, index, stored, ways)
@@ -537,7 +537,7 @@ def _opened(
 
 
 def _connecting(servers: Servers, first: Sequence[Address], seconds: float) -> list[Call]:
-    """Have the other servers connect to the first one; return the calls."""
+    """Let the other servers connect to the first one; return the calls."""
     call = runtime().call
     return [call(handle, "connect", first, seconds) for handle in servers.handles[1:]]
 

@@ -27,7 +27,7 @@ _TURN_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Reach:
-    """The way to the servers, as far as a connection cannot know it."""
+    """Access to the servers that a connection does not have by itself."""
 
     # returns whether the transport can still be used, if only to close it
     usable: Callable[[], bool] = lambda: True
@@ -247,7 +247,7 @@ class Connection:
             self._release()
 
     def _own(self, memory: Iterable[Bytes]) -> None:
-        """Have the router copy what of some memory is not sent yet."""
+        """Let the router copy the parts of some memory that are not sent yet."""
         for part in memory:
             self._router.own_pending(part)
 

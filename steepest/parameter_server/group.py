@@ -53,7 +53,7 @@ class ServerGroup:
         return pusher
 
     def rehost_user(self, pusher: Pusher, router: Router, index: int) -> None:
-        """Host a role as `host_user` does, which may have been another user of other servers."""
+        """Host a role as `host_user` does; it may have been the role of another user of other servers."""
         worker, _ = self.user_peers(index)
         pusher.use(index, router.sender(worker))
         router.host(worker, pusher)

@@ -31,13 +31,13 @@ _REPLACE_SECONDS = 300.0  # after which no further attempt to replace servers is
 class ServerKeeper:
     """Replaces the servers that die, as long as `access` returns them.
 
-    A dead server's process is started again. All servers then stop, those that live agree on the
-    last version that one of them knows, and the new process gets copies of its chunks. Users find
-    the new addresses by a `Search`.
+    A dead server's process is started again. All servers then stop, the survivors agree on the last
+    version that one of them knows, and the new process gets copies of its chunks. Users find the new
+    addresses by a `Search`.
 
     Args:
-        access: returns how to reach the servers; None when they are not to be replaced any more.
-            It is not kept: actors end with their last handle.
+        access: returns how to reach the servers; None when they are no longer to be replaced.
+            The result is not kept: actors end with their last handle.
         spec: the servers' optimizer.
     """
 
@@ -81,7 +81,7 @@ class ServerKeeper:
         return True
 
     def _replace(self, access: Access) -> None:
-        """Have all servers go on, those that have died from copies of their chunks."""
+        """Let all servers go on, successors of dead ones from copies of their chunks."""
         began = time.monotonic()
         while True:
             try:
@@ -104,7 +104,7 @@ class ServerKeeper:
             )  # fmt: skip
 
     def _succession(self, access: Access) -> tuple[Succession, str]:
-        """Stop all servers, open them again at their last common version; return what users need, and who has died."""
+        """Stop all servers, reopen them at their last common version; return the succession, and the dead in words."""
         self._number += 1
         access.servers.revive()
         servers, group, call = access.servers.handles, access.group, runtime().call

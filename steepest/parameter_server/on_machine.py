@@ -1,7 +1,7 @@
 """A parameter server's servers as processes of this machine, which end with the process that has made them.
 
-What other processes need to know of them is on a board, which is memory of that process: they open it by the process'
-number, and it is gone with the process.
+Other processes read about them on a board in that process' memory: they open it by the number of the process, and it
+vanishes with the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class _Written:
-    """What is on a board.
+    """The contents of a board.
 
     Attributes:
         pids: of the servers' processes, and when each began.
@@ -51,7 +51,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Board:
-    """Where the process that has made the servers says what others need to know.
+    """Memory in which the process that has made the servers describes them for other processes.
 
     Attributes:
         machine, pid, began: that process.
@@ -64,7 +64,7 @@ class _Board:
     descriptor: int
 
     def change(self, how: Callable[[_Written], _Written]) -> _Written | None:
-        """Change what is on the board; return what it was before, or None if the process is gone."""
+        """Change the contents of the board; return the former ones, or None if the process is gone."""
         if self.machine != _machine():
             raise ConfigurationError(
                 f"this parameter server has processes of {self.machine.partition(' ')[0]}, and this is another "
@@ -88,12 +88,12 @@ class _Board:
         return before
 
     def read(self) -> _Written | None:
-        """Return what is on the board; None if the process is gone."""
+        """Return the contents of the board; None if the process is gone."""
         return self.change(lambda written: written)
 
 
 def _machine() -> str:
-    """Return a name of this machine that no other has."""
+    """Return a unique name of this machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} {boot}"
 
@@ -103,11 +103,11 @@ _made: weakref.WeakValueDictionary[_Board, MachineServers] = weakref.WeakValueDi
 
 
 class MachineServers:
-    """See `Servers`; in the process that has made them, or in another.
+    """`Servers` on this machine, in the process that has made them, or in another.
 
     Args:
-        board: of theirs.
-        own: the processes, where this process has made them.
+        board: describes them.
+        own: the processes, if this process has made them.
     """
 
     names_successors = True
@@ -125,17 +125,17 @@ class MachineServers:
 
     @property
     def handles(self) -> list[Any]:
-        """The processes, where this one has made them."""
+        """The processes, if this one has made them."""
         own = self._own_ones
         return [] if own is None else own.handles
 
     @property
     def _own_ones(self) -> _Processes | None:
-        """The processes, unless others or its parent have made them."""
+        """The processes, unless another process or the parent of this one has made them."""
         return self._own if os.getpid() == self._board.pid else None
 
     def revive(self) -> None:
-        """Start those again that have died."""
+        """Start the dead ones again."""
         own = self._own_ones
         assert own is not None
         written = self._board.read()
@@ -147,7 +147,7 @@ class MachineServers:
         runtime().end(self.handles[index])
 
     def announce(self, places: Sequence[Place], succession: Succession | None = None) -> None:
-        """Write it on the board."""
+        """Write the succession on the board."""
         pids = tuple((place.pid, place.began) for place in places)
         self._board.change(lambda written: replace(written, pids=pids, succession=succession))
 
@@ -156,7 +156,7 @@ class MachineServers:
         return _BoardSearch(token, self, name)
 
     def read(self) -> _Written | None:
-        """Return what is on the board; None if the process that has made the servers is gone."""
+        """Return the contents of the board; None if the process that has made the servers is gone."""
         return self._board.read()
 
     def end(self) -> None:
@@ -179,7 +179,7 @@ class MachineServers:
 
 
 def _end(board: _Board, own: _Processes) -> None:
-    """End the processes of which nobody has a handle any more, in the process that has made them."""
+    """End the processes after their last handle is gone, in the process that has made them."""
     if os.getpid() == board.pid:
         own.end()
         os.close(board.descriptor)
@@ -210,7 +210,7 @@ class _Processes:
         )
 
     def revive(self) -> None:
-        """Start those again that have ended."""
+        """Start again the processes that have ended."""
         with self._lock:
             for index, handle in enumerate(self.handles):
                 if handle.how.done() and not self._ended:
@@ -225,7 +225,7 @@ class _Processes:
 
 
 def start_processes(count: int, token: bytes, identity: Identity | None) -> MachineServers:
-    """Start so many servers' processes."""
+    """Start the processes of `count` servers."""
     group = runtime().ask([{"CPU": 0.0}] * count, "PACK")
     own = _Processes(group, token, identity)
     own.handles = [own.start(index) for index in range(count)]

@@ -37,7 +37,7 @@ _is_forked = False
 def is_forked() -> bool:
     """Return whether this process was forked from one that was connected to Ray.
 
-    It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
+    Such a process has servers' addresses, and can connect to them, but lacks Ray's threads.
     """
     return _is_forked
 
@@ -53,7 +53,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 @dataclass(frozen=True)
 class RayServers:
-    """See `Servers`; Ray starts actors again under the same handles."""
+    """`Servers` as actors of Ray, which starts them again under the same handles."""
 
     handles: tuple[Any, ...]
 
@@ -69,7 +69,7 @@ class RayServers:
         return not is_forked()
 
     def revive(self) -> None:
-        """Do nothing: Ray does."""
+        """Do nothing: Ray starts dead actors again."""
 
     def end_one(self, index: int) -> None:
         """Kill the process of an actor."""
@@ -97,7 +97,7 @@ class RayServers:
 def start_actors(
     count: int, copies: int, transport: str, token: bytes, identity: Identity | None
 ) -> RayServers:
-    """Return new servers' actors; dead ones start again where there are copies."""
+    """Return new servers' actors; dead ones start again if there are copies."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServerActor).options(
         num_cpus=0,

@@ -1,4 +1,4 @@
-"""The connections of this process to parameter servers: one to each, whichever handles of it there are.
+"""The connections of this process to parameter servers: one to each, shared by all handles of it.
 
 A task gets a handle of its own, the connection is kept between tasks. Pushes that are not committed are waited for
 before the process ends.
@@ -24,7 +24,7 @@ _opening = threading.RLock()
 
 
 def to(access: Access) -> Connection:
-    """Return this process' connection, made now if there is none or it is closed; errors: see `Access.connect`."""
+    """Return this process' connection, opened now unless there is an open one; errors: see `Access.connect`."""
     connection = _connections.get(access.token)
     if connection is None or connection.closed:
         with _opening:
@@ -42,7 +42,7 @@ def known(token: bytes) -> Connection | None:
 
 
 def close(token: bytes) -> None:
-    """Close the connection to a parameter server, if any; one that another thread is opening as well."""
+    """Close the connection to a parameter server, if any, even one that another thread is opening."""
     with _opening:
         connection = _connections.pop(token, None)
     if connection is not None:
@@ -72,7 +72,7 @@ def _close_lost() -> None:
 
 
 def _leave_connections() -> None:
-    """Have a forked child open connections of its own."""
+    """Let a forked child open connections of its own."""
     global _opening
     _connections.clear()
     _opening = threading.RLock()  # another thread may have held it
@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=_leave_connections)
 
 
 def _flush_at_end() -> None:
-    """Have processes of `multiprocessing` call `_flush_all`; they end without the interpreter's."""
+    """Let processes of `multiprocessing` call `_flush_all`: they end without the interpreter's exit functions."""
     if "multiprocessing.util" in sys.modules:
         sys.modules["multiprocessing.util"].Finalize(None, _flush_all, exitpriority=0)
 

@@ -95,8 +95,8 @@ class OpenCoordinator(Coordinator):
     def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Answer each user: with the new weights if it asked for them, else with the version.
 
-        Where servers have copies, each is answered with the version, and only when it is known to another
-        server, with which it outlives this process.
+        If servers have copies, each is answered with the version, and only when another server knows
+        it, so that it outlives this process.
         """
         answers: Outgoing = []
         readers = []
@@ -118,7 +118,7 @@ class OpenCoordinator(Coordinator):
         return []
 
     def _known(self) -> Outgoing:
-        """Return the answers about versions that another server knows now."""
+        """Return the answers about versions that another server now knows."""
         answers: Outgoing = []
         while self._answers and self._answers[0][0] <= self.state.logged:
             answers.append(self._answers.popleft()[1:])
@@ -131,7 +131,7 @@ class OpenCoordinator(Coordinator):
     def _refuse(
         self, pushes: tuple[Staged, ...], reason: str, details: Mapping[str, Any]
     ) -> Outgoing:
-        """Have servers discard pushes, and send each user why: NaN or infinity, or servers that are of no version."""
+        """Let servers discard pushes, and tell each user why: NaN or infinity, or servers without a common version."""
         assert reason in ("nonfinite", "optimizer"), reason
         self._staging.take(pushes)
         out = self._discard([push.id for push in pushes])

@@ -28,7 +28,7 @@ _MOST_COMMITTED = 1 << 16  # pushes that successors remember
 
 
 class ServerProcess(ProcessActor):
-    """A process that hosts one server of a group, and the coordinator beside the first, see `ProcessActor`."""
+    """A process that hosts one server of a group, the first one also the coordinator; see `ProcessActor`."""
 
     def __init__(self, name: str, token: bytes, identity: Identity | None = None) -> None:
         self._serving: Server | None = None  # whose state counts
@@ -94,7 +94,7 @@ class ServerProcess(ProcessActor):
 
     @on_router
     def halt(self) -> list[Decision] | None:
-        """Close all connections, keep the server's state until `succeed`.
+        """Close all connections, but keep the server's state until `succeed`.
 
         Return the coordinator's decisions that it has. None without a server.
         """
@@ -134,7 +134,7 @@ class ServerProcess(ProcessActor):
 
     @on_router
     def succeed(self, succession: Succession) -> None:
-        """Begin to serve as of a succession, which users may learn of from now on."""
+        """Begin to serve after a succession, which users may learn of from now on."""
         if self._servers:
             (self._serving,) = self._servers
         self._retained = RetainedChunks()

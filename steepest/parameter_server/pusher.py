@@ -49,14 +49,14 @@ class Pusher:
     """The pushes and pulls of one user; a role, used on the thread that runs its router.
 
     To the servers it is a worker. Each push has a sequence number, under which it is applied at
-    most once. Where servers have copies, requests outlive a server's death: `resume` goes on with
-    them, once its successor serves.
+    most once. If servers have copies, requests outlive a server's death: `resume` continues them
+    once its successor serves.
 
     Args:
         arrays: names, shapes, dtypes and chunks of what the servers hold.
         holders: the indices of the servers that hold each chunk.
         num_servers: number of servers.
-        drop_arriving: has payloads that are half-way into some memory discarded; see `Router`.
+        drop_arriving: discards payloads that are being received into some memory; see `Router`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Pusher:
         return request.future
 
     def _ask(self, sequence: int, request: _Unanswered) -> None:
-        """Send a request, of which nothing has been answered."""
+        """Send a request that has no answers yet."""
         chunks = self._arrays.layout.chunks
         request.in_place.clear()
         if request.update is None:
@@ -157,7 +157,7 @@ class Pusher:
             request.update = {}  # nothing is sent again: the memory is its owner's
 
     def resume(self, committed: Mapping[tuple[int, int], int], index: int) -> None:
-        """Go on with all requests at the servers to which `use` leads now.
+        """Continue all requests at the servers that `use` has named.
 
         A push that was committed before is answered with its version, and not sent again; what it
         wanted is read, at that version or a later one. All others are begun anew.
@@ -184,7 +184,7 @@ class Pusher:
                 self._begin(self._reads, request)
 
     def withdraw(self, future: Future[Any]) -> None:
-        """Write nothing more to the memory of a request, if it is not done: its caller has given up.
+        """Write nothing more to the memory of an unfinished request, whose caller has given up.
 
         What the request sends still leaves, and a push is committed all the same.
         """

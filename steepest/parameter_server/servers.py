@@ -1,4 +1,4 @@
-"""The processes of a parameter server's servers, as whoever has a handle reaches them."""
+"""The processes of a parameter server's servers, as holders of a handle reach them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Servers(Protocol):
 
     @property
     def node(self) -> str:
-        """A name that equals the servers' where this process is on their node.
+        """A name that equals the servers' if this process is on their node.
 
         Raises:
             ConfigurationError: they cannot be reached from here.
@@ -41,26 +41,26 @@ class Servers(Protocol):
 
     @property
     def handles(self) -> Sequence[Any]:
-        """What `runtime()` calls, as far as this process may."""
+        """The handles that `runtime()` calls, as far as this process may call them."""
 
     @property
     def names_successors(self) -> bool:
         """Whether this process can ask for the servers' successors."""
 
     def revive(self) -> None:
-        """Start those again that have died; in the process that has made them."""
+        """Start dead servers again; in the process that has made them."""
 
     def end_one(self, index: int) -> None:
-        """End one that is to be started again."""
+        """End a server that is to be started again."""
 
     def announce(self, places: Sequence[Place], succession: Succession | None = None) -> None:
-        """Have users learn where the servers run, and of a succession; in the process that has made them."""
+        """Tell users where the servers run, and of a succession; in the process that has made them."""
 
     def search(self, token: bytes, name: str) -> Search:
         """Return the search of a connection, which has the parameter server's token, and its name in errors."""
 
     def end(self) -> None:
-        """End them for all; SteepestError: this process cannot."""
+        """End the servers for all users; SteepestError: this process cannot."""
 
 
 def call_all(servers: Servers, method: str, *arguments: Any) -> list[Call]:

@@ -10,7 +10,7 @@ from steepest.core.transport.channel import Address
 
 @dataclass(frozen=True)
 class Succession:
-    """What users need to go on after a server's death."""
+    """The data with which users go on after a server's death."""
 
     number: int  # from 1
     addresses: tuple[Address, ...] = ()  # at which all servers listen since then

@@ -1,4 +1,4 @@
-"""What a report of the servers' processes needs to know, see `steepest.runtime.activity`."""
+"""The servers of a parameter server as a report sees them, see `steepest.runtime.activity`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steepest.runtime.places import Place
 
 
 class WatchedServers:
-    """The servers of a parameter server, of which a report is to be made.
+    """The servers of a parameter server, for a report.
 
     Args:
         connection: returns this process' connection to them; None for none.
@@ -30,7 +30,7 @@ class WatchedServers:
 
     @property
     def actors(self) -> Mapping[Peer, Any]:
-        """The handle of each server; none in a process from which no server can be asked."""
+        """The handle of each server; none in a process that cannot ask servers."""
         servers = self._access.servers
         handles = servers.handles if servers.names_successors else ()
         return {server_peer(index): handle for index, handle in enumerate(handles)}

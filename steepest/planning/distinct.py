@@ -75,7 +75,7 @@ def _falling(exponent: float, before: float, logarithm: float) -> float:
 
 
 def hit_share(first: Counts, second: Counts, rows: int, places: int) -> float:
-    """Return the share of look-ups that find their row in memory, where the most frequent ids have places there.
+    """Return the share of look-ups that find their row in memory, if the most frequent ids have places there.
 
     Which these are is decided by one half of a sample, and the share is of the other half, so that no id is counted
     because it was frequent by chance. Places that are left are for ids that the first half has not, each alike.

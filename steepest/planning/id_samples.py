@@ -36,7 +36,7 @@ class IdSample:
     """The look-ups of a table in a sample, in two halves.
 
     Attributes:
-        table: of which.
+        table: the table.
         first, second: (n,), int64, how often each of n distinct ids was in each half.
     """
 
@@ -75,7 +75,7 @@ class IdCounter:
         self._ids, self._counts, self._waiting = [ids], [counts], 0
 
     def sample(self, table: Table) -> IdSample:
-        """Return what was counted."""
+        """Return the counts as a sample."""
         if self._ids:
             self._fold()
         both = self._counts[0] if self._counts else np.zeros((0, 2), np.int64)
@@ -83,7 +83,7 @@ class IdCounter:
 
 
 def sample_of(table: Table, ids: Any) -> IdSample:
-    """Return the sample that ids are: an array of any shape, or an iterable of arrays, each a batch."""
+    """Return the sample of ids from an array of any shape, or from an iterable of arrays, each a batch."""
     counter = IdCounter()
     if isinstance(ids, np.ndarray) or hasattr(ids, "__array__") or _is_flat(ids):
         flat = require_ids(f"ids of table {table.name!r}", ids).reshape(-1)
@@ -128,7 +128,7 @@ def samples_in(path: Path, describe: Mapping[str, Any]) -> list[IdSample]:
 
 
 def is_sample(path: Path) -> bool:
-    """Return whether a path is of a file of ids, by its ending."""
+    """Return whether a path names a file of ids, by its suffix."""
     return path.suffix in _SUFFIXES
 
 

@@ -1,4 +1,4 @@
-"""Measures a model in this process: its passes, parameter by parameter, and what the library's own work takes."""
+"""Measures a model in this process: its passes, parameter by parameter, and the cost of the library's own work."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _COLD = 8 << 20  # bytes of chunks that are added up: more than a processor's ow
 def measure(
     model_creator: ModelCreator, *, batches: int = 12, seconds: float = 30.0, seed: int = 0
 ) -> Profile:
-    """Train a model on this process for some batches, and return what that took.
+    """Train a model on this process for some batches, and return the times measured.
 
     It is a job of one worker with the library's own roles: models, optimizer and data are used as in training. Each
     number is a median.
@@ -131,8 +131,8 @@ def sample_ids(
         model_creator, batches, seconds, seed: as of `measure`.
 
     Returns:
-        A sample for each table; the samples of the data that it is of; and those of an epoch, None where data do not
-        tell.
+        A sample of ids for each table; the number of the data's samples counted; and that of an epoch, None if the
+        data do not tell.
 
     Raises:
         ConfigurationError: the model cannot be built, or has no tables. ModelRaisedError: it raised.
@@ -154,7 +154,7 @@ def sample_ids(
 
 
 class _MeasuredPass:
-    """What one batch took, in seconds."""
+    """The times of one batch, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = self.loading = self.applying = self.handling = 0.0
@@ -170,7 +170,7 @@ def _medians(
     missing: float,
     total: float,
 ) -> dict[str, float]:
-    """Return by trained parameter the median of its share of the pass, times what the pass takes."""
+    """Return the median share of the pass, times the duration of a pass, by trained parameter."""
     medians = {}
     for index, entry in enumerate(layout.entries):
         if entry.trainable:
@@ -222,7 +222,7 @@ class _MeasuredJob:
         self._worker.join()
 
     def _watch(self) -> None:
-        """Have the model's passes timed."""
+        """Time the model's passes from now on."""
         model, now, rows = self.model, self._now, self._rows
         compute = model.compute_gradients
 
@@ -249,7 +249,7 @@ class _MeasuredJob:
         vars(model)["compute_gradients"] = timed
 
     def _timed_update(self, apply: Callable[..., None]) -> Callable[..., None]:
-        """Return what updates a chunk as `apply` does, and is timed."""
+        """Return a timed version of `apply`, which updates a chunk."""
 
         def timed(*arguments: Any) -> None:
             began = time.thread_time()
@@ -259,7 +259,7 @@ class _MeasuredJob:
         return timed
 
     def _count(self, counting: list[CountingRows]) -> None:
-        """Have the ids of the model's batches counted."""
+        """Count the ids of the model's batches from now on."""
         from steepest.planning.id_samples import CountingRows
 
         model: Any = self.model
@@ -276,7 +276,7 @@ class _MeasuredJob:
         vars(model).update(use_rows=use_counted, compute_gradients=counted)
 
     def take(self, steps: int, seconds: float) -> list[_MeasuredPass]:
-        """Take some steps; return what each took."""
+        """Take some steps; return the times of each."""
         until = self._now() + seconds
         with _own_main():
             for step in range(steps):
@@ -290,7 +290,7 @@ class _MeasuredJob:
         return self._rows
 
     def end(self) -> None:
-        """End a loop of the user's own where it is."""
+        """End a loop of the user's own at its present batch."""
         if isinstance(self.model, LoopModel):
             with _own_main():
                 self.model.session.end()
@@ -336,7 +336,7 @@ class _MeasuredJob:
                 raise SteepestError(f"a batch took longer than {_SECONDS:g} s")
 
     def costs(self, rows: list[_MeasuredPass]) -> Costs:
-        """Return what is done beside the passes takes for each byte."""
+        """Return the costs of the work beside the passes, for each byte."""
         chunks = [held for held in self._server.chunks.values() if held.chunk.trainable]
         nbytes = max(sum(held.chunk.nbytes for held in chunks), 1)
         applied = statistics.median(row.applying for row in rows) / nbytes
@@ -392,7 +392,7 @@ def _usual(act: Callable[[], object], repeats: int = _REPEATS) -> float:
 
 
 def measure_codec(codec: Codec) -> CodecCosts:
-    """Return what packing and unpacking takes, for each byte of float32, on chunks of random numbers.
+    """Return the cost of packing and unpacking, for each byte of float32, on chunks of random numbers.
 
     There are as many chunks as processors' caches do not hold: in training each comes from memory, too.
     """
@@ -459,7 +459,7 @@ class _PushSink:
 
 
 def measure_transport() -> dict[str, float]:
-    """Return what messages take over TCP inside this host, as "message", "alone", "sent" and "received" of `Costs`.
+    """Return the cost of messages over TCP inside this host, as "message", "alone", "sent" and "received" of `Costs`.
 
     Processor time of the sending and of the receiving thread, so that a busy machine changes it little.
     """
@@ -514,7 +514,7 @@ def _alone(here: Router, there: Router, sink: _PushSink) -> float:
 def _processor_seconds(
     here: Router, there: Router, sink: _PushSink, payload: torch.Tensor | None, count: int
 ) -> tuple[float, float]:
-    """Return the processor time of both threads for so many messages."""
+    """Return the processor time of both threads for a number of messages."""
     until, before = system().now() + _SECONDS, sink.count
     began = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
     send = here.sender(Peer("worker", 0))

@@ -1,4 +1,4 @@
-"""`plan`: predict what strategies and numbers of workers would bring a model, from a measurement on one process."""
+"""`plan`: predict a model's speed with other strategies and numbers of workers, from a measurement on one process."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _rows(
 
 
 def for_slow_links(profile: Profile) -> dict[str, Strategy]:
-    """Return settings of local SGD that ask less and less of a link, by a name that says how."""
+    """Return settings of local SGD that use a link less and less, by a name that says how."""
     whole = LocalStrategy(sync_every=_EVERY)
     strategies: dict[str, Strategy] = {f"local {_EVERY}": whole}
     layout = profile.layout(whole.cut)
@@ -160,7 +160,7 @@ def _named(
 
 
 def creator_of(function: Callable[..., Any], seed: int) -> Any:
-    """Return what makes a worker's model, of a function without arguments or a `model_creator`."""
+    """Return what makes a worker's model, from a function without arguments or a `model_creator`."""
     if not callable(function):
         raise ConfigurationError(
             f"steepest.plan() was given {function!r:.200}: give a function without arguments that trains, a "

@@ -1,4 +1,4 @@
-"""What a plan knows of a model and of the machine that computes it: times, sizes, costs."""
+"""The measurements that a plan is made from: times, sizes and costs of a model on a machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one processor for what is done beside the model's own computation.
+    """Seconds of one processor for work beside the model's own computation.
 
     Attributes:
         message: to send, or to receive and handle, one message without its payload, of several in a row.
-        alone: more, where it is not one of a row: sent amid a pass, or received by a process that slept. Its code and
-            data have left the processor's caches by then.
+        alone: additional, for a message by itself: sent during a pass, or received by a process that slept. Its code
+            and data have left the processor's caches by then.
         sent, received: for each byte that is sent, or received, over TCP.
         added: for each byte of a gradient that a server adds up.
         applied: for each byte of weights in the optimizer's step.
-        checked: for each byte of a gradient in which NaN and infinity are looked for.
+        checked: for each byte of a gradient that is checked for NaN and infinity.
     """
 
     message: float = 0.0
@@ -44,7 +44,7 @@ class CodecCosts:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model as it was measured on one process, or as somebody knows it from elsewhere.
+    """A model as it was measured on one process, or as known from elsewhere.
 
     Attributes:
         samples: of one batch of a worker.
@@ -56,9 +56,9 @@ class Profile:
         spec: the model's optimizer.
         costs: of everything else.
         variation: of the seconds of a pass, as their standard deviation over their mean.
-        codec_costs: returns what a codec's work takes.
-        holds_back: whether the last chunk for each server leaves at the end of the step only, as in a loop of one's own
-            whose gradients leave by a guess.
+        codec_costs: returns the costs of a codec.
+        holds_back: whether the last chunk for each server leaves at the end of the step only, as in a user's own loop,
+            where gradients leave before it is certain that they are complete.
         own_loop: whether the loop is the user's own, which some settings of a strategy exclude.
         on_device: whether a device computes the passes, while the process' thread sends and receives.
         processor: processor seconds of a pass, on all threads; None: as many as the pass takes.
@@ -87,7 +87,7 @@ class Profile:
 
     @property
     def occupied(self) -> float:
-        """The processors that a pass keeps busy, on average: 0 where a device computes."""
+        """The processors that a pass keeps busy, on average: 0 if a device computes."""
         if self.on_device:
             return 0.0
         return 1.0 if self.processor is None else self.processor / max(self.seconds, 1e-9)

@@ -1,7 +1,7 @@
 """Workers and servers of a job on virtual time: what they wait for, how long they work, what they send.
 
-What they are told, and when, comes from the library's own `Coordinator` and commit rule, by its own messages; which
-server holds a chunk, who is sent it and in how many bytes from the job's own `Topology`.
+The library's own `Coordinator` and commit rule decide what they are told, and when, by its own messages; the job's
+`Topology` says which server holds a chunk, which workers it is sent to, and in how many bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ _LEAST_PACE = 0.25  # times what a pass usually takes
 
 
 class SendingSchedule(NamedTuple):
-    """When new weights leave servers and when a worker uses them, where all workers contribute to each update.
+    """When new weights leave servers and when a worker uses them, if all workers contribute to each update.
 
-    The library's own schedule is the default; the others are for comparisons with systems that have them, and with
-    what could be built.
+    The library's own schedule is the default; the others are for comparisons with other systems.
 
     Attributes:
         streams: whether the new weights of a chunk leave as soon as its gradients are added up, rather than when the
@@ -153,7 +152,7 @@ class ModelledServer:
         self.to_worker: Callable[[ModelledProcess, int, int, int, int, int], None]
 
     def take_push(self, push: ModelledPush) -> None:
-        """Stage a chunk of a gradient, or that there is none of some chunks."""
+        """Stage a chunk of a gradient, or note that there is none for some chunks."""
         for chunk in push.chunks:
             nbytes = self._sizes.plain[chunk] if push.size else 0
             if not self._stages_each:
@@ -178,7 +177,7 @@ class ModelledServer:
             self.to_coordinator(self.process, server_peer(self.index), staged.pack())
 
     def _count(self, push: ModelledPush, nbytes: int) -> None:
-        """Count a chunk of a push; tell the coordinator when all are here."""
+        """Count a chunk of a push; tell the coordinator when all have arrived."""
         key = push.worker, push.sequence
         self.process.spend(nbytes * self._costs.checked)
         self._counts[key] += 1
@@ -194,7 +193,7 @@ class ModelledServer:
         return nbytes * pushes * each
 
     def handle(self, message: Message) -> None:
-        """Carry a decision of the coordinator out."""
+        """Carry out a decision of the coordinator."""
         match message.kind:
             case Kind.MEMBERS:
                 self._generation = message.generation
@@ -207,7 +206,7 @@ class ModelledServer:
                 self._send(discard.readers, message.version, self._order)
 
     def _commit(self, commit: CommitOrder) -> None:
-        """Apply a commit chunk by chunk, and send each to those who wait for it."""
+        """Apply a commit chunk by chunk, and send each to the workers that wait for it."""
         if self._streams:
             return  # done, when each was added up
         changed = self._layout.changed_by(commit.version)
@@ -225,7 +224,7 @@ class ModelledServer:
         self._changes[chunk] += 1
 
     def _send(self, readers: Sequence[Sequence[int]], version: int, chunks: Sequence[int]) -> None:
-        """Send workers chunks: each gets one from its first holder, or from the server of its own process."""
+        """Send chunks to workers: each from its first holder, or from the server of the worker's own process."""
         for chunk in chunks:
             for reader, _ in readers:
                 holders = self._holders[chunk]
@@ -299,7 +298,7 @@ class ModelledWorker:
         self._newest = max(self._newest, version)
 
     def install(self, version: int) -> None:
-        """Take the word that a version is committed, whose weights may have come before."""
+        """Note that a version is committed; its weights may have come before."""
         self._committed = version
 
     def _has(self, version: int, chunks: Collection[int]) -> bool:
@@ -311,7 +310,7 @@ class ModelledWorker:
     # -- what it does --------------------------------------------------------------------------
 
     def life(self) -> Task:
-        """Take steps for as long as they are granted."""
+        """Take steps as long as they are granted."""
         yield lambda: self._generation > 0
         steps = self._leased() if self._leases_samples else self._granted()
         yield from steps
@@ -330,7 +329,7 @@ class ModelledWorker:
         return self._limit > version
 
     def _may_begin(self, version: int) -> bool:
-        """Return whether a share can be begun: with its first weights, where it can wait for others."""
+        """Return whether a share can begin: with its first weights, if it can wait for the others."""
         if not self._early:
             return self._has_all(version)
         return self._newest >= version and self._has(version, ())
@@ -350,7 +349,7 @@ class ModelledWorker:
             self._report(lease.version)
 
     def _share(self, version: int, shares: int) -> Task:
-        """Compute a share of the samples from the weights of a version, and push what came of it."""
+        """Compute a share of the samples from the weights of a version, and push the result."""
         self._sequence += 1
         if self._strategy.local:
             yield from self._updates(version, shares * self._strategy.updates_of_share)
@@ -409,7 +408,7 @@ class ModelledWorker:
             self.process.spend(took)
 
     def _draw(self) -> float:
-        """Return how many times as long as usual the next pass takes."""
+        """Return the factor by which the next pass takes longer than usual."""
         if not self._variation:
             return 1.0
         return max(1.0 + self._variation * self._random.gauss(0.0, 1.0), _LEAST_PACE)
@@ -424,7 +423,7 @@ class ModelledWorker:
             self.to_server(self.process, server, push)
 
     def _push_nothing(self, version: int, exchanged: Collection[int]) -> None:
-        """Tell the holders of all other chunks that this share changes nothing of them."""
+        """Tell the holders of all other chunks that this share does not change these."""
         by_server: dict[int, list[int]] = {}
         for chunk in (each for each in self._trained if each not in exchanged):
             for server in self._holders[chunk]:

@@ -38,7 +38,7 @@ _SEVERAL, _MANY = 24, 256  # workers, from which on fewer steps are taken
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a job of some size is predicted to do.
+    """The predicted speed and traffic of a job.
 
     Attributes:
         strategy, workers, servers: of the job; servers in workers' or the driver's process count too.
@@ -80,12 +80,12 @@ def make_job(
         profile: of the model.
         strategy: of the job.
         workers: each on a host of its own.
-        servers: processes, of a strategy that has them; None for as many as it takes on so many nodes.
+        servers: processes, of a strategy that has them; None for its default on that number of nodes.
         apart: whether each server has a host of its own; otherwise they are dealt to the workers' hosts in turn.
         devices: replicas of a worker.
 
     Raises:
-        ConfigurationError: the strategy cannot be had so, or not be predicted.
+        ConfigurationError: the strategy does not allow these numbers, or cannot be predicted.
     """
     strategy.check_workers(workers)
     local, rule = strategy.local, strategy.rule
@@ -169,7 +169,7 @@ def predict_job(
 
 
 def traffic(job: Job, profile: Profile, steps: int = 1) -> dict[tuple[Peer, Peer], int]:
-    """Return how many bytes of payloads each role sends each other one in so many steps."""
+    """Return how many bytes of payloads each role sends to each other one in a number of steps."""
     simulated = _Simulation(job, profile, Links(1e9, 0.0), counts=True)
     simulated.run(steps)
     simulated.end()
@@ -262,7 +262,7 @@ class _Simulation:
             raise DeadlineError(f"the simulated job comes to a halt: the coordinator {doing}")
 
     def end(self) -> None:
-        """Let everything happen that is under way."""
+        """Let all scheduled events happen."""
         self._last = -1
         self._events.run()
 
@@ -293,7 +293,7 @@ class _Simulation:
         self._carry_out(self._coordinator.tick(self._events.now))
 
     def _carry_out(self, decided: list[tuple[Peer, Message]]) -> None:
-        """Send what the coordinator says."""
+        """Send the coordinator's messages."""
         for peer, message in decided:
             if peer.role == "client":
                 self._note(message)

@@ -27,7 +27,7 @@ _SNAPSHOTS = 2  # copies of a row, of which there are two while a snapshot comes
 
 @dataclass(frozen=True)
 class TableForecast:
-    """What is predicted of one table.
+    """The prediction for one table.
 
     Attributes:
         sample: of its ids.
@@ -58,12 +58,12 @@ class TableForecast:
         return 2 * _SNAPSHOTS * self.rows.likely * self.bytes.snapshot
 
     def hits(self, places: int) -> float:
-        """Return the share of look-ups that find their row in memory if so many rows are there, at least."""
+        """Return the least share of look-ups that find their row in memory, if `places` rows are there."""
         return hit_share(self.sample.first, self.sample.second, self.rows.likely, places)
 
     @cached_property
     def wanted_places(self) -> int:
-        """Rows in memory with which nine look-ups in ten find theirs there."""
+        """The number of rows in memory with which nine look-ups in ten find their row there."""
         low, high = 0, self.rows.likely
         while low < high:
             middle = (low + high) // 2
@@ -74,18 +74,18 @@ class TableForecast:
         return low
 
     def memory_with(self, places: int) -> int:
-        """Return bytes of memory if so many rows are there and all others on disk."""
+        """Return bytes of memory if `places` rows are there and all others on disk."""
         return self.rows.likely * self.bytes.known_on_disk + places * self.bytes.place
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """What is predicted of a model's tables.
+    """The predictions for a model's tables.
 
     Attributes:
         tables: one for each.
         memory: bytes of each server, for rows.
-        times: the whole data are so many times the sample.
+        times: the size of the whole data over that of the sample.
     """
 
     tables: tuple[TableForecast, ...]
@@ -99,7 +99,7 @@ class TablePlan:
 
     @property
     def servers_with_disk(self) -> int:
-        """Servers where nine look-ups in ten find their row in memory, and the other rows are on disk."""
+        """Servers if nine look-ups in ten are to find their row in memory, and the other rows are on disk."""
         return self._servers(sum(each.memory_with(each.wanted_places) for each in self.tables))
 
     def _servers(self, nbytes: int) -> int:
@@ -132,7 +132,7 @@ class TablePlan:
         ]
 
     def advice(self) -> list[str]:
-        """Return in words what follows."""
+        """Return in words what to do."""
         total = sum(each.memory for each in self.tables)
         tier = sum(each.memory_with(each.wanted_places) for each in self.tables)
         disk, snapshots = (
@@ -238,7 +238,7 @@ def plan_tables(
 def of_samples(
     parts: Sequence[IdSample], seen: int | None, whole: float | None, memory: float
 ) -> TablePlan:
-    """Return the plan of tables of which there are samples; ConfigurationError: they have no ids.
+    """Return the plan of tables from samples of their ids; ConfigurationError: they have no ids.
 
     Args:
         parts: one for each table.

@@ -105,7 +105,7 @@ def _begin_report(number: int, frame: FrameType | None) -> None:
 
 
 def _print() -> None:
-    """Print the reports of all jobs, unless that is being done."""
+    """Print the reports of all jobs, unless another thread does so now."""
     if not _printing.acquire(blocking=False):
         return
     try:

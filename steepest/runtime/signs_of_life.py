@@ -1,4 +1,4 @@
-"""For how long each of a job's processes has given no sign of life."""
+"""Measures for how long each of a job's processes has given no sign of life."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BUSY_SHARE = 0.05
 class SignsOfLife:
     """Asks processes for signs of life.
 
-    An answer is one. Where Python's lock is held for long (by a large computation in one call of C
-    code) no answer comes, but the processor time of the process grows, which the driver or another
-    process of its node sees: that is one too. A process that is stopped gives none. Processes are
-    known by Ray's handles, because one that has no role yet is asked too.
+    An answer is one. While Python's lock is held (by a large computation in one call of C code) no
+    answer comes, but the processor time of the process grows, which the driver or another process of
+    its node sees: that is one too. A stopped process gives none. Processes are identified by Ray's
+    handles, because a process without a role is asked too.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -40,9 +40,9 @@ class SignsOfLife:
         return system().now() - self._looked >= self._limit / 6
 
     def look(self, places: Mapping[Any, Place]) -> bool:
-        """Take answers, and ask those of the living that owe none; return whether it was time to.
+        """Take answers, and ask the living processes that owe none; return whether it was time to.
 
-        Time in which nobody has looked, because the driver was paused or busy, counts as no silence.
+        Time without looks, because the driver was paused or busy, does not count as silence.
         """
         limit, now = self._limit, system().now()
         if not self.is_time:
@@ -71,8 +71,8 @@ class SignsOfLife:
     def is_silent(self, actor: Any) -> bool:
         """Return whether a process has given no sign of life for `heartbeat` seconds.
 
-        It is if the node of the process was looked at twice and has seen it compute nothing, or
-        does not answer either.
+        If its node has other processes of the job, they must have seen twice that it computes
+        nothing, or not answer either.
         """
         if self.silence(actor) < self._limit:
             return False
@@ -87,7 +87,7 @@ class SignsOfLife:
         return (one for one, at in self._places.items() if one != actor and at.node == node)
 
     def forget(self, actor: Any = None) -> None:
-        """Forget what a process was asked; without an argument, what all were."""
+        """Forget the questions to a process, or to all without an argument."""
         for known in (self._asked, self._looking, self._computed, self._seen):
             if actor is None:
                 known.clear()
@@ -110,7 +110,7 @@ class SignsOfLife:
             self._note(actor, call.get(), asked)
 
     def _note(self, actor: Any, use: tuple[float, bool] | None, now: float) -> None:
-        """Take what a process did with processors, at a time, for a sign of life if it computed."""
+        """Count processor time of a process, seen at time `now`, as a sign of life if it computed."""
         before = self._computed.get(actor)
         self._seen[actor] += 1
         if use is None:

@@ -1,4 +1,4 @@
-"""The state of a job as one value: whatever reads it, keeps it, writes it or hands it over does so with this."""
+"""The state of a job as one value, in which it is read, kept, written and handed over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Buffers = tuple[dict[int, Tensors], Tensors]
 
 @dataclass(frozen=True)
 class JobState:
-    """Everything with which a job continues, whatever its processes are then: the state of one version.
+    """The state of one version: everything that a job needs to continue, on whatever processes.
 
     `StateTransfer.capture` makes it of a running job, and `StateTransfer.install` gives it to one. It
     has three parts: what servers and coordinator hold, what each worker alone has (as it is, or in the
@@ -45,10 +45,10 @@ class JobState:
 
     @classmethod
     def saved(cls, saved: files.Checkpoint, job: Job, data: str) -> JobState:
-        """Return the state that a checkpoint holds, for a job; with `data="new"` at epoch 0.
+        """Return a checkpoint's state, for a job; with `data="new"` at epoch 0.
 
         Raises:
-            CheckpointError: it has parts that are of no such job.
+            CheckpointError: it has parts that do not belong to such a job.
         """
         manifest, layout = saved.about, job.description.layout
         tables, dealing = manifest.get("tables", ()), dealing_of(job)
@@ -69,7 +69,7 @@ class JobState:
     def checkpoint(
         self, signature: files.JobSignature, ends: Sequence[int], rates: Any
     ) -> files.Checkpoint:
-        """Return it in the form in which it is written; `signature` has no buffers yet."""
+        """Return the state as a checkpoint to be written; `signature` has no buffers yet."""
         assert self.shared.weights is not None
         assert self.collected_buffers is not None
         rest, optimizer, (replicas, mean) = self.remaining, self.optimizer, self.collected_buffers
@@ -115,30 +115,30 @@ class JobState:
 
     @property
     def optimizer(self) -> OptimizerState:
-        """The optimizer's state; of a copy it is made anew each time."""
+        """The optimizer's state; computed anew each time if this is a copy."""
         if self.collected is not None:
             return self.collected
         return OptimizerState.of(self.job, self.shared, dict(enumerate(self.workers or ())))
 
     @property
     def has_buffers(self) -> bool:
-        """Whether any worker's replica had buffers, or the like, of its own."""
+        """Whether any worker's replica had state of its own, such as buffers."""
         if self.workers is not None:
             return any(any(each.buffers) for each in self.workers)
         return self.collected_buffers is not None and any(self.collected_buffers[0].values())
 
     @property
     def buffers(self) -> Buffers | None:
-        """Buffers by replica, and their mean; None where workers keep those that they have."""
+        """Buffers by replica, and their mean; None if workers keep their own."""
         weights, description, workers = self.shared.weights, self.job.description, self.workers
         if weights is None or workers is None or not any(any(each.buffers) for each in workers):
             return self.collected_buffers
         return buffers_of(workers, description.layout.named(weights), description)
 
     def is_held_by(self, processes: Collection[Any]) -> bool:
-        """Return whether nothing newer than the driver's copy is lost if only these processes live.
+        """Return whether these processes suffice to lose nothing newer than the driver's copy.
 
-        So it is where the driver was sent the newest state, or one of the processes has each chunk.
+        They do if the driver was sent the newest state, or each chunk is in one of the processes.
         """
         holders = self.shared.holders
         return not self.copied and (
@@ -147,17 +147,17 @@ class JobState:
         )
 
     def renumbered(self, numbers: Mapping[int, int]) -> JobState:
-        """Return the same with other numbers of workers, without those that have none.
+        """Return the state with workers renumbered, without those that get no number.
 
-        The driver's copy stays whole: of it, as of a checkpoint, each worker gets its own share
-        where as many workers continue as there were, and otherwise the mean.
+        The driver's copy stays whole: from it, as from a checkpoint, each worker gets its own share
+        if as many workers continue as there were, and otherwise the mean.
         """
         if self.collected is None:
             return self
         return replace(self, collected=self.collected.renumbered(numbers))
 
     def only_in(self, processes: Collection[Any]) -> JobState:
-        """Return the same without the holders of chunks that are not among some processes."""
+        """Return the state with only these processes as holders of chunks."""
         if self.shared.holders is None:
             return self
         holders = {
@@ -167,7 +167,7 @@ class JobState:
         return replace(self, shared=replace(self.shared, holders=holders))
 
     def for_job(self, job: Job) -> JobState:
-        """Return the same in terms of another job, whose ledger begins anew with its plan."""
+        """Return the state in terms of another job, whose ledger begins anew with its plan."""
         weights, shared = None, self.shared
         if shared.weights is not None:
             layout = job.description.layout
@@ -189,7 +189,7 @@ class JobState:
 
 
 def _remaining(manifest: Mapping[str, Any]) -> Remaining:
-    """Return the samples that are still to come by what a checkpoint says."""
+    """Return the samples that are still to come according to a checkpoint."""
     left = tuple((e, b, t) for e, b, t in manifest.get("left", ()))
     begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in manifest.get("begun", ()))
     return Remaining(manifest["epoch"], manifest["offset"], left, begun)

@@ -41,7 +41,7 @@ _NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the model's optimizer remembers, in a form that fits any strategy."""
+    """The state of the model's optimizer, in a form that fits any strategy."""
 
     state: dict[str, torch.Tensor]  # by "parameter/key"; with local SGD the mean over workers
     plain: list[str]  # names of those that stand for other values, see `optim.portable`
@@ -73,7 +73,7 @@ class OptimizerState:
 
     @classmethod
     def of(cls, job: Job, held: SharedState, workers: Mapping[int, WorkerState]) -> OptimizerState:
-        """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
+        """Return the optimizer's state of a job from its parts, those of workers by index."""
         on_servers, plain = assemble(job.description.layout, held.records)
         rows, left_out = _exchanged(workers, UNPUSHED), _exchanged(workers, COMPRESSION)
         if job.config.local:
@@ -94,7 +94,7 @@ class OptimizerState:
     def saved(
         cls, state: dict[str, torch.Tensor], manifest: Mapping[str, Any], apart: Apart
     ) -> tuple[OptimizerState, Apart]:
-        """Return a checkpoint's state, and those of its tensors by replica that are of something else."""
+        """Return a checkpoint's state, and its other tensors by replica."""
 
         def by_worker(prefix: str) -> Own:
             states: dict[int, dict[str, torch.Tensor]] = {}
@@ -116,7 +116,8 @@ class OptimizerState:
 
     @property
     def apart(self) -> dict[str, torch.Tensor]:
-        """What is apart in a checkpoint: "local:WORKER/...", "outer:...", "compression:WORKER/...", "rows:..."."""
+        """The tensors with names of their own in a checkpoint: "local:WORKER/...", "outer:...",
+        "compression:WORKER/...", "rows:..."."""
         parts = ((_OWN, self.own), (_LEFT_OUT, self.left_out), (_ROWS, self.rows))
         return {_OUTER + name: value for name, value in self.outer.items()} | {
             f"{prefix}{worker}/{name}": value
@@ -126,9 +127,9 @@ class OptimizerState:
         }
 
     def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
-        """Return the same state with other numbers of workers, by old ones, without those that have none.
+        """Return the state with workers renumbered, by old number, without those that get none.
 
-        The gradients of rows that these have not pushed are left to be pushed by any worker.
+        Gradients of rows that the latter have not pushed are left for any worker to push.
         """
 
         def staying(own: Own) -> Own:
@@ -146,9 +147,9 @@ class OptimizerState:
         """Give workers' state to them; return the servers' state.
 
         Args:
-            same: whether there are as many workers as there were: then those of which there is no
-                state are successors of dead ones, and the others keep theirs. Otherwise all get the
-                mean if the state is that of another number of workers.
+            same: whether there are as many workers as before: then those without state here are
+                successors of dead ones, and the others keep theirs. Otherwise all get the mean if
+                the state is that of another number of workers.
 
         Raises:
             CheckpointError: there is state of an unknown or frozen parameter.
@@ -180,7 +181,7 @@ class OptimizerState:
         return records
 
     def _left_out_of(self, job: Job) -> Own:
-        """Return what compression has left out of what workers of a job push: gradients, or changes of weights."""
+        """Return the residuals of compression in workers of a job, of gradients or of changes of weights."""
         errors = {
             worker: {
                 name.removeprefix(_CHANGE): value
@@ -192,12 +193,12 @@ class OptimizerState:
         return errors if any(errors.values()) else {}
 
     def rows_for(self, job: Job) -> dict[int, Tensors]:
-        """Return by worker of a job the gradients of rows that it is to push.
+        """Return the gradients of rows to be pushed, by worker of a job.
 
         Where each push is an update by itself, worker 0 pushes all of them.
 
         Raises:
-            CheckpointError: they are not of the job's tables.
+            CheckpointError: they do not fit the job's tables.
         """
         rows = self.rows
         if not rows or (dealing := dealing_of(job)) is None:
@@ -210,7 +211,7 @@ class OptimizerState:
 
 
 def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tensors]:
-    """Return a part of what workers' exchanges have, by worker, unless none has anything."""
+    """Return a part of the state of workers' exchanges, by worker; empty if no worker has any."""
     parts = {w: each.exchanged[what] for w, each in workers.items() if what in each.exchanged}
     return parts if any(parts.values()) else {}
 
@@ -240,7 +241,7 @@ def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
 
 
 def _mean_own_weights(own: Own) -> Tensors:
-    """Return the mean of the weights that workers have of their own, for one that has none."""
+    """Return the mean of workers' own weights, for a worker that has none."""
     states = [state for state in own.values() if state]  # not of those that have not begun yet
     names = (
         set.intersection(*(set(filter(is_own_weight, state)) for state in states)) if states else ()
@@ -250,7 +251,7 @@ def _mean_own_weights(own: Own) -> Tensors:
 
 
 def _mean_left_out(own: Own) -> dict[str, torch.Tensor]:
-    """Return the mean of what compression has left out, for other workers; the sum of all parts stays."""
+    """Return the mean of the residuals of compression, for other workers; the sum of all parts stays."""
     names = {name for state in own.values() for name in state if name.startswith("left/")}
     mean: dict[str, torch.Tensor] = {}
     for name in sorted(names):

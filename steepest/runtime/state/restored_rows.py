@@ -33,7 +33,7 @@ _LOOK_SECONDS = 0.5
 
 
 class RestoredRows:
-    """Rows of a checkpoint that processes have read, and servers are yet to have.
+    """Rows of a checkpoint that processes have read, and servers have yet to install.
 
     Args:
         cluster: the job.
@@ -54,7 +54,7 @@ class RestoredRows:
         drop_calls(calls)
 
     def read(self, saved: CheckpointRows | None) -> list[Record]:
-        """Have processes read the rows of a checkpoint; return records that stand for them, for servers to install.
+        """Let processes read the rows of a checkpoint; return records that stand for them, for servers to install.
 
         Args:
             saved: where the rows lie; None for a checkpoint without rows.
@@ -85,7 +85,7 @@ class RestoredRows:
         return self._records(dealing)
 
     def given(self, dealing: Dealing, table: Table, rows: ImportedRows) -> list[Record]:
-        """Have processes give rows to ids of a table in copies of its shards; return records as `read` does.
+        """Let processes give rows to ids of a table in copies of its shards; return records as `read` does.
 
         `replaced` is then the number of ids that had rows.
 
@@ -126,7 +126,7 @@ class RestoredRows:
         return [(chunk, stands | {"name": dealing.name(chunk)}, value) for chunk in dealing.chunks]
 
     def _read(self, wanted: Mapping[Any, RowsWanted], saved: CheckpointRows) -> dict[Any, RowsRead]:
-        """Return what processes answer that reach all files, or have been sent them."""
+        """Return the answers of processes that can read all files, or have been sent them."""
         asked = {process: (each,) for process, each in wanted.items()}
         answers = self._call("read_rows", asked)
         lacking = {process: asked[process] for process in asked if answers[process].lacks}
@@ -136,13 +136,13 @@ class RestoredRows:
         return answers | (self._call("read_rows", lacking) if lacking else {})
 
     def _send(self, process: Any, name: str, saved: CheckpointRows) -> None:
-        """Send a process a file that it does not reach."""
+        """Send a process a file that it cannot read where it lies."""
         file = next(f for layer in saved.layers for f in layer.files if f.name == name)
         for data in _parts(file):
             self._call("take_row_file", {process: (self._number, name, data)})
 
     def _call(self, method: str, arguments: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
-        """Return what a method of processes returns, however long that takes while they read."""
+        """Return the results of a method of processes, however long it takes while they go on reading."""
         cluster = self._cluster
         calls = {
             process: runtime().call(process, method, *values)
@@ -168,7 +168,7 @@ class RestoredRows:
             drop_calls(calls.values())
 
     def _progress(self) -> int:
-        """Return how many bytes processes have read until now."""
+        """Return how many bytes processes have read so far."""
         asked = [runtime().call(process, "rows_read", self._number) for process in self._asked]
         return sum(
             self._cluster.get(asked, "say how much it has read", self._cluster.names(self._asked))

@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.5
 
 
 class _PieceOnItsWay(NamedTuple):
-    """A piece of a shard's snapshot that one process is to have of another."""
+    """A piece of a shard's snapshot on its way from one process to another."""
 
     chunk: int
     at: int
@@ -34,10 +34,10 @@ class _PieceOnItsWay(NamedTuple):
 
 
 class RowCopies:
-    """Pieces of a snapshot that processes have of each other; the driver sees none of them.
+    """Copies pieces of a snapshot between processes; the driver sees none of them.
 
     Args:
-        job: whose tables they are of.
+        job: the job with the tables.
         number: of the snapshot.
         shards: by chunk the number of its pieces, a process that has them, and one that is to.
 
@@ -89,7 +89,7 @@ def keeps_on_disk(cluster: Cluster) -> bool:
 
 
 def second_copies(cluster: Cluster, number: int, records: Iterable[Record]) -> RowCopies:
-    """Return what gives each shard of a snapshot, for which records stand, a second process that has it.
+    """Return the copying of each shard of a snapshot, for which records stand, to a second process.
 
     It is on another node if there is one, and then one that hosts servers if there is one.
     """
@@ -116,7 +116,7 @@ def second_copies(cluster: Cluster, number: int, records: Iterable[Record]) -> R
 
 
 def snapshot_in(state: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of the snapshot on disks that is part of a state by "parameter/key"; 0 where none is."""
+    """Return the number of the snapshot on disks that is part of a state by "parameter/key"; 0 for none."""
     values = [
         v for name, v in state.items() if name.startswith(TABLES) and name.endswith(f"/{ON_DISK}")
     ]
@@ -124,7 +124,7 @@ def snapshot_in(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def carry_rows(cluster: Cluster, number: int) -> None:
-    """Give the processes that are to hold shards a snapshot's rows, which they or other processes have on disk.
+    """Give future holders of shards a snapshot's rows, which they or other processes have on disk.
 
     Raises:
         PeerLostError: no process that lives has the rows of a shard; or one has died meanwhile.
