@@ -45,12 +45,12 @@ class LocalStrategy(WithFormats, ServerStrategy):
             arXiv:2501.18512). In between a worker has weights of its own for the other fragments;
             they are part of checkpoints, and a dead worker's successor begins with the mean of the
             other workers'.
-        delay: batches that a worker computes between sending a fragment's changes and taking in what
-            became of them; in between both travel while it computes, so that it waits for neither
-            on a link that needs no longer. Less than ``sync_every / fragments``. With ``pace="speed"`` it counts
+        delay: batches that a worker computes between sending a fragment's changes and taking in the
+            servers' new weights; both travel while it computes, so that it waits for neither on a
+            link that needs no longer. Less than ``sync_every / fragments``. With ``pace="speed"`` it counts
             the fastest worker's, of which others compute fewer. Not together with embedding tables on servers,
             nor is `blend`.
-        blend: the part that the worker's own weights have in what it goes on with then: 0 for the
+        blend: the part of the worker's own weights in those with which it then goes on: 0 for the
             servers' weights, 0.5 for the mean of both.
         quorum: how many workers' changes make a round; the others go on by themselves, and theirs are part
             of the next one, by the weight of their samples, so that nobody waits for a slow worker or one
@@ -156,7 +156,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
             )
 
     def _check_rounds(self) -> None:
-        """Check what says how many workers' changes make a round."""
+        """Check the settings of how many workers' changes make a round."""
         if self.grace is not None:
             require_positive("grace", self.grace)
             if self.quorum is None:
@@ -178,12 +178,12 @@ class LocalStrategy(WithFormats, ServerStrategy):
 
     @property
     def _has_rounds(self) -> bool:
-        """Whether samples are leased, and rounds made of the changes that have come."""
+        """Whether samples are leased, and rounds consist of the changes that have come."""
         return self.quorum is not None or self.pace == "speed"
 
     @property
     def updates_of_share(self) -> int:
-        """Batches of each replica in a share of samples: a single one where a worker gets several shares."""
+        """Batches of each replica in a share of samples: a single one if a worker gets several shares."""
         return 1 if self.pace == "speed" else self.updates
 
     def _check_weights(self) -> None:
@@ -206,7 +206,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
 
     @property
     def pull_codec(self) -> Codec | None:
-        """The form of what is sent of weights that have changed."""
+        """The form in which changes of weights are sent."""
         how = self.weights_compression
         return make_codec(COMPRESSION_BY_NAME[how] if isinstance(how, str) else how)
 
@@ -233,7 +233,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
 
     @property
     def copies(self) -> int:
-        """How many servers hold each chunk: without server processes all workers, where changes are compressed."""
+        """How many servers hold each chunk: all workers if changes are compressed and there are no server processes."""
         return _ALL if self.in_workers and self.compression is not None else super().copies
 
     @property
@@ -253,7 +253,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
 
     @property
     def clips_updates(self) -> float | None:
-        """None: workers clip what each batch gives."""
+        """None: workers clip the gradient of each batch."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Strategies by name, and for a job of some size."""
+"""Strategies by name, and checked for a number of workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_strategy(strategy: str | Strategy) -> Strategy:
 
 
 def renewed(strategy: Strategy) -> Strategy:
-    """Return a strategy that was pickled as the core's class as one of the class with all settings."""
+    """Return a strategy pickled as the core's class as an instance of the class with all settings."""
     for now in (ParameterServerStrategy, AllreduceStrategy):
         settings = {each.name for each in fields(now)}
         if type(strategy) is now.__mro__[2] and "table_staleness" in vars(strategy):
@@ -58,12 +58,12 @@ def renewed(strategy: Strategy) -> Strategy:
 def strategy_for(
     strategy: str | Strategy, num_workers: int, chosen: JobConfig | None = None
 ) -> Strategy:
-    """Return what `as_strategy` returns, for a job of so many workers.
+    """Return the strategy of `as_strategy`, checked for a job of `num_workers` workers.
 
     Args:
         strategy: a name or a strategy object.
         num_workers: the number of workers, at least 1.
-        chosen: what the job computes; by default what a job computes without settings.
+        chosen: the job's settings; the defaults if none are given.
 
     Raises:
         ConfigurationError: there is no such strategy, or the number of workers or

@@ -1,4 +1,4 @@
-"""Parameter servers with what the library attaches: compression, and tables read beforehand."""
+"""Parameter servers with the library's additions: compression, and tables read in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of as many pushes as have come in time: the rule, and the coordinator that waits for late ones."""
+"""Rounds of the pushes that have come in time: the commit rule, and the coordinator that waits for late ones."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from steepest.core.protocol.push_tracking import Reports
 
 @dataclass(frozen=True)
 class CommitQuorum:
-    """Rounds of as many pushes as have come in time; a late one is part of the next round.
+    """Rounds of the pushes that have come in time; a late one is part of the next round.
 
-    The version counts shares of samples, so that a step has as many however they were divided into rounds. Of a model
-    in fragments each push is of that whose turn it is at its worker, and a round of any: if a late push had to wait
-    for a round of its own fragment, the worker that it leaves behind would wait for that of its own, and so on.
+    The version counts shares of samples, so that a step has the same number however they were divided into rounds. If
+    the model has fragments, each push is of the fragment whose turn it is at its worker, and a round may mix them: a
+    late push that had to wait for a round of its own fragment would make the next worker wait for its own, and so on.
 
     Args:
         quorum: how many pushes make a round; None for those of all workers that have begun one.
-        grace: seconds for which further ones are waited for then.
-        shares: the most shares of samples that a worker is leased at a time: the fastest gets so many, others
-            as many as they compute meanwhile. A version is one of them.
+        grace: seconds for which further pushes are then waited for.
+        shares: the most shares of samples that a worker is leased at a time: the fastest gets this number,
+            others as many as they compute meanwhile. A version is one share.
         ahead: whether a worker is leased its next shares, too, to begin before its push is committed.
 
     Reference: Decoupled DiLoCo, arXiv:2604.21428.
@@ -43,9 +43,9 @@ class CommitQuorum:
     same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
-        """Commit all staged pushes, ordered by worker, once they are enough, or none of `members` lacks one.
+        """Commit all staged pushes, ordered by worker, once they suffice, or each of `members` has pushed.
 
-        Members are the workers of whom a push may come.
+        Members are the workers from which a push may come.
         """
         chosen = tuple(sorted(staged))
         if {push.worker for push in staged} >= members:
@@ -59,15 +59,15 @@ class CommitQuorum:
         return True
 
     def needs(self, workers: int) -> int:
-        """Return 1: where fewer compute than the quorum, as dead ones are being replaced, a round is of these."""
+        """Return 1: if fewer workers than the quorum compute, as dead ones are being replaced, these make a round."""
         return 1
 
     def pushes_per_step(self, workers: int) -> int:
-        """Return as many shares as all workers compute at the fastest's pace, whoever computes them."""
+        """Return the number of shares of a step: as many as all workers would compute at the fastest one's pace."""
         return workers * self.shares
 
     def versions_per_step(self, workers: int) -> int:
-        """Return as many as there are shares in a step."""
+        """Return the number of shares in a step."""
         return workers * self.shares
 
 
@@ -99,7 +99,7 @@ class RoundCoordinator(JobCoordinator):
         return out
 
     def _chosen(self, complete: Sequence[Staged]) -> Verdict:
-        """Return which pushes make a round: none while further ones are waited for."""
+        """Return the pushes that make a round: none while further ones are waited for."""
         busy = frozenset(self.state.leases.busy)
         verdict = self._rule.decide(self.state.version, busy, complete)
         lacks = not {push.worker for push in complete} >= busy
@@ -107,7 +107,7 @@ class RoundCoordinator(JobCoordinator):
         return Verdict() if waits else verdict
 
     def _has_waited(self) -> bool:
-        """Return whether the pushes of the next version have been enough for the grace."""
+        """Return whether the next version has had enough pushes for as long as the grace."""
         position, since = self._enough
         now = self.state.generation, self.state.version
         if position != now:
@@ -124,7 +124,7 @@ class RoundCoordinator(JobCoordinator):
         return sorted({each.fragment for each in reports.values() if isinstance(each, Report)})
 
     def _committed(self, made: Made) -> tuple[Readers, Outgoing]:
-        """Note paces and whose turn it is, on which the next leases depend, and go on as after any commit."""
+        """Note paces and the next fragment, on which the next leases depend, and go on as after any commit."""
         after = accumulate(made.versions, initial=self.state.version - sum(made.versions))
         next(after)
         for push, shares, version in zip(made.pushes, made.versions, after, strict=True):

@@ -1,1 +1,1 @@
-"""Local SGD: workers with an optimizer of their own, who push what several of its updates have changed."""
+"""Local SGD: workers with an optimizer of their own push the sum of several of its updates."""

@@ -14,7 +14,7 @@ from steepest.strategies.local_sgd.replicas import LocalReplicas
 
 
 class LocalSgd(Extension):
-    """Replicas with an optimizer of their own, where the strategy says so."""
+    """Replicas with an optimizer of their own, if the strategy asks for them."""
 
     def replicas(
         self,
@@ -24,7 +24,7 @@ class LocalSgd(Extension):
         devices: Sequence[torch.device],
         memory: Memory | None,
     ) -> Replicas | None:
-        """Return `LocalReplicas` where workers apply the model's optimizer."""
+        """Return `LocalReplicas` if workers apply the model's optimizer."""
         if not job.strategy.local:
             return None
         return LocalReplicas(

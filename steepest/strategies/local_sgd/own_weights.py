@@ -1,4 +1,4 @@
-"""Weights that one worker has of its own: what it changed and has not exchanged yet."""
+"""Weights that one worker has changed and not exchanged yet."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOCAL, LOCAL_WEIGHT = "@local", "@local_weight"
 
 
 def is_own_weight(name: str) -> bool:
-    """Return whether "PARAMETER/KEY" is no state of an optimizer, but of weights that one worker has."""
+    """Return whether "PARAMETER/KEY" names a worker's own weights rather than state of an optimizer."""
     return name.endswith((f"/{LOCAL}", f"/{LOCAL_WEIGHT}"))
 
 
 @dataclass(frozen=True)
 class OwnWeights:
-    """A worker's weights of chunks that it has changed since their last exchange; never changed in place."""
+    """A worker's weights in chunks that it has changed since their last exchange; never changed in place."""
 
     # by chunk, of each of its slices; None where it has the servers' weights
     values: Mapping[int, Sequence[torch.Tensor | None]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class OwnWeights:
                     view.copy_(value)
 
     def onto(self, layout: ParameterLayout, old: torch.Tensor, new: torch.Tensor) -> OwnWeights:
-        """Return those that differ from the servers' weights in `new` by as much as these from those in `old`.
+        """Return own weights that differ from those in `new` as these do from those in `old`, the servers' weights.
 
         Chunks that have been pushed are left as they are: their new values are to be taken in.
 
@@ -75,11 +75,11 @@ class OwnWeights:
         chunks: Collection[int],
         sent: Collection[int],
     ) -> OwnWeights:
-        """Return those after a share, of samples of some weight, at whose end `vector` has the worker's weights.
+        """Return the own weights after a share of samples, at whose end `vector` has the worker's weights.
 
         Args:
             layout: of the vector.
-            vector: flat; what is kept of it is copied.
+            vector: flat; the chunks that are kept are copied.
             weight: of the samples of the share.
             chunks: of which weights are kept.
             sent: those of them that have been pushed.
@@ -97,7 +97,7 @@ class OwnWeights:
         return OwnWeights(values, since, frozenset(sent))
 
     def state(self, layout: ParameterLayout) -> dict[str, torch.Tensor]:
-        """Return copies by "PARAMETER/@local" and "PARAMETER/@local_weight" (the weight, and 1 where it was pushed)."""
+        """Return copies by "PARAMETER/@local" and "PARAMETER/@local_weight" (the weight, and 1 if it was pushed)."""
         state: dict[str, torch.Tensor] = {}
         for index, values in self.values.items():
             for piece, value in zip(layout.chunks[index].slices, values, strict=True):
@@ -114,7 +114,7 @@ class OwnWeights:
 
     @classmethod
     def loaded(cls, layout: ParameterLayout, state: Mapping[str, torch.Tensor]) -> OwnWeights:
-        """Return what `state` had, whatever the layout's chunks were; those of unknown parameters are left out."""
+        """Return own weights from a `state`, whatever the layout's chunks were; unknown parameters are left out."""
         values: dict[int, list[torch.Tensor | None]] = {}
         since: dict[int, float] = {}
         sent: set[int] = set()
@@ -138,7 +138,7 @@ class OwnWeights:
         return cls(values, since, frozenset(sent))
 
     def without(self, layout: ParameterLayout, names: Collection[str]) -> OwnWeights:
-        """Return the same but for some parameters, by name or alias, of which the worker has the servers' weights."""
+        """Return the own weights without some parameters, by name or alias, which get the servers' weights."""
         values = {
             index: [
                 None if {entry.name, *entry.aliases} & set(names) else value

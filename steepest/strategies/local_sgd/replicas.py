@@ -40,7 +40,7 @@ from steepest.strategies.local_sgd.own_weights import OwnWeights, is_own_weight
 
 @dataclass(frozen=True)
 class _Before:
-    """What a worker had of its own before a share."""
+    """A worker's own state before a share."""
 
     number: int  # of the share
     round: int  # how many rounds the worker had begun before
@@ -151,7 +151,7 @@ class LocalReplicas(Replicas):
 
     @property
     def may_take_back(self) -> bool:
-        """Return False: gradients make updates here at once."""
+        """Return False: gradients become updates here at once."""
         return False
 
     def _of_update(self, places: Sequence[Place]) -> Sequence[Place]:
@@ -160,7 +160,7 @@ class LocalReplicas(Replicas):
 
     @property
     def said(self) -> dict[str, Any]:
-        """What models say but for what is for the worker's own optimizer."""
+        """The models' settings without those for the worker's own optimizer."""
         return {**super().said, "hyper": None, "clip": None, "digest": None}
 
     def require_norm(self) -> None:
@@ -168,11 +168,11 @@ class LocalReplicas(Replicas):
 
     @property
     def arrivals(self) -> torch.Tensor:
-        """The flat vector to which new weights are written: with a delay not what models compute with."""
+        """The flat vector to which new weights are written; with a delay, models compute with another one."""
         return self._arrivals
 
     def weights_changed(self) -> None:
-        """Have the models compute with the weights that have arrived, unless a share goes on from its own."""
+        """Let the models compute with the weights that have arrived, unless a share goes on from its own."""
         if self._base_is_due and not self._computing:
             self._base.copy_(self._arrivals)
             self._base_is_due = False
@@ -192,7 +192,7 @@ class LocalReplicas(Replicas):
         return False
 
     def meets_before(self, step: int) -> bool:
-        """Return whether a step is the first of an epoch, behind whose end models see the servers' weights."""
+        """Return whether a step is the first of an epoch, so that models see the servers' weights before it."""
         plan = self.batches.places.plan
         if self.leases_samples or not self._followers or plan is None or not step:
             return False
@@ -201,7 +201,7 @@ class LocalReplicas(Replicas):
         return plan.position(step).epoch != plan.position(step - 1).epoch
 
     def _meet(self, step: int) -> None:
-        """Let models go on that wait for others behind an epoch, before the worker's own weights are laid out."""
+        """Let models that wait for others after an epoch go on, before the worker's own weights are laid out."""
         if self.meets_before(step):
             for model in self._followers:
                 model.go_on_together(step)
@@ -255,7 +255,7 @@ class LocalReplicas(Replicas):
         return result
 
     def _train(self, number: int, metrics: bool, arrive: Arrive) -> WorkerResult | None:
-        """Make a share's updates from the worker's own weights; None where what it began from was left out."""
+        """Make a share's updates from the worker's own weights; None if the share that it began from was left out."""
         parts: list[Batches] = []
         self._own_weights.write(self.layout, self.weights)
         self._copy_to_devices()
@@ -273,7 +273,7 @@ class LocalReplicas(Replicas):
     def _train_share(
         self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive
     ) -> bool:
-        """Make the updates of one share, and add what they give; False where what it began from was left out."""
+        """Make the updates of one share, and add their results; False if the share that it began from was left out."""
         step = self.batches.places.step_of(number)
         first = self._updates_before(step)
         # where workers get as many shares as they compute in time, each is one update of the step
@@ -299,7 +299,7 @@ class LocalReplicas(Replicas):
         return True
 
     def _take_in(self, arrive: Arrive) -> bool:
-        """Wait for the weights of the share's version, and go on with them; False where its beginning is void."""
+        """Wait for the weights of the share's version, and go on with them; False if its beginning is void."""
         if self.delays:
             arrive(None)
             self._has_come = True
@@ -328,7 +328,7 @@ class LocalReplicas(Replicas):
         return True
 
     def _shift(self, own: OwnWeights) -> OwnWeights:
-        """Return weights of the worker's own with what others have changed since those that it began from."""
+        """Return the worker's own weights plus the changes of others since those that it began from."""
         shifted = own.onto(self.layout, self._base, self._arrivals)
         if self._before is not None:  # a share that is left out is undone to these
             before = self._before.own.onto(self.layout, self._base, self._arrivals)
@@ -336,7 +336,7 @@ class LocalReplicas(Replicas):
         return shifted
 
     def _add_what_others_changed(self) -> None:
-        """Add what others have changed, in the middle of a share, to the weights of which changes are not pushed."""
+        """Add other workers' changes, in the middle of a share, to the weights whose changes are not pushed."""
         self._own_weights = self._shift(self._own_weights)
         for index in self._dense:
             dtype = self.layout.chunks[index].dtype
@@ -349,7 +349,7 @@ class LocalReplicas(Replicas):
                 base.copy_(arrived)
 
     def _begin_anew(self, number: int) -> None:
-        """Begin a share from where the one before began, which was left out."""
+        """Begin a share where the previous one began, which was left out."""
         before, earlier = self._present, self._earlier
         assert earlier is not None, "a share that was left out is known"
         self._set_buffers(before)
@@ -396,7 +396,7 @@ class LocalReplicas(Replicas):
         self._own_weights = own.after(self.layout, self.weights, weight, kept, sent)
 
     def _begin(self, number: int) -> None:
-        """Save what the worker has of its own, or restore it where a share is computed again; no gradient is kept."""
+        """Save the worker's own state, or restore it if a share is computed again; no gradient is kept."""
         for held in self._held.values():
             held.drop_mean()  # of a batch in which the model raised
         before, earlier = self._before, self._earlier
@@ -418,18 +418,18 @@ class LocalReplicas(Replicas):
 
     @property
     def _present(self) -> _Before:
-        """What the worker had before the share that it computes."""
+        """The worker's own state before the present share."""
         assert self._before is not None, "a share was begun"
         return self._before
 
     def _begin_round(self) -> None:
-        """Tell models that follow rounds that one begins, and which they have to undo before."""
+        """Tell models that follow rounds that one begins, and which ones they have to undo first."""
         for model in self._of_rounds:
             model.begin_round(self._present.round, self._given_up)
         self._given_up = None
 
     def _go_back(self, before: _Before) -> None:
-        """Set all that the worker has of its own to what it was before a share, with which it begins again."""
+        """Set all of the worker's own state back to that before a share, which begins again."""
         self._restore(before)
         self._set_buffers(before)
         self._given_up = (
@@ -437,13 +437,13 @@ class LocalReplicas(Replicas):
         )
 
     def _restore(self, before: _Before) -> None:
-        """Set what the worker has of its own, but for buffers, to what it was before a share."""
+        """Set the worker's own state, except buffers, back to that before a share."""
         self._load(before.optimizer)
         self._schedule.load_state(before.schedule)
         self._own_weights = before.own
 
     def _buffers(self) -> list[Tensors | None]:
-        """Return each model's buffers; None of one that goes back to where a round began by itself."""
+        """Return each model's buffers; None for a model that undoes a round by itself."""
         return [None if overrides(m, "begin_round") else Tensors(m.state()) for m in self.models]
 
     def _set_buffers(self, before: _Before) -> None:
@@ -466,7 +466,7 @@ class LocalReplicas(Replicas):
             self._is_open = False
 
     def decided(self, *, counts: bool, again: bool = False) -> None:
-        """Keep what the last leased share has changed, or set it back; calls may repeat."""
+        """Keep the changes of the last leased share, or undo them; calls may repeat."""
         if self._computing:
             self._is_void |= not counts and self._earlier is not None
             return
@@ -486,7 +486,7 @@ class LocalReplicas(Replicas):
         self._is_open = False
 
     def settle(self, ledger: Sequence[int]) -> None:
-        """Undo leased shares that are no part of the servers' weights; the worker takes no more steps as this one."""
+        """Undo leased shares that are not in the servers' weights; these replicas take no more steps."""
         following, *missing = ledger
         for before in (each for each in (self._earlier, self._before) if each is not None):
             if before.number >= following or before.number in missing:
@@ -498,7 +498,7 @@ class LocalReplicas(Replicas):
         self._is_open = False
 
     def go_on(self, version: int) -> None:
-        """Tell models of a commit, or of a leased share that is decided on."""
+        """Tell models of a commit, or of the decision on a leased share."""
         places = self.batches.places
         undecided = self._is_open or self._given_up is not None
         super().go_on(version)
@@ -507,7 +507,7 @@ class LocalReplicas(Replicas):
             model.end_round(None if places.plan is None else places.plan.position(step).epoch)
 
     def take_over(self, other: Replicas) -> None:
-        """Continue with the models of earlier replicas, of which a leased share that is not decided on was given up."""
+        """Continue with the models of earlier replicas, whose undecided leased share was given up."""
         super().take_over(other)
         if isinstance(other, LocalReplicas):
             self._rounds, self._given_up = other._rounds, other._given_up

@@ -1,4 +1,4 @@
-"""A worker's exchange where workers add up gradients among themselves, and its own server is pushed the sum."""
+"""A worker's exchange if workers add up gradients among themselves, and each pushes the sum to its own server."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _MOST_GENERATIONS = 8  # of which keys are kept before they begin here
 class GroupExchange(ExchangeAround):
     """Hands chunks to a process group instead of servers.
 
-    Weights come as to the exchange around which it stands; those that only other workers' servers make are passed on in
-    the group, and delivered as if these servers had sent them. Opaque chunks, of rows of tables, go to servers as
-    without a group: of their rows each worker has others.
+    Weights come as to the inner exchange; those that only other workers' servers make are passed on in the group, and
+    delivered as if these servers had sent them. Opaque chunks, of rows of tables, go to servers as without a group:
+    each worker has gradients of other rows.
 
     A group is made for each generation, when its first step begins, and is left when another begins. A gradient that
     may be taken back is added up when it is whole; others chunk by chunk, during the backward pass. The payloads are
@@ -108,7 +108,7 @@ class GroupExchange(ExchangeAround):
         self._incarnation = incarnation
 
     def begin_generation(self) -> None:
-        """Leave the group of the generation before; what it was adding up is void."""
+        """Leave the group of the previous generation; the sums that it was forming are void."""
         super().begin_generation()
         if self._group is not None:
             self._group.end()
@@ -117,7 +117,7 @@ class GroupExchange(ExchangeAround):
         self._group, self._own, self._now = None, None, None
 
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
-        """Begin a gradient, and the group of its generation, if this is its first."""
+        """Begin a gradient, and the group of its generation if it is the first there."""
         super().begin(generation, version, incarnation, is_last=is_last)
         if self._group is None or self._generation != generation:
             self._join(generation)
@@ -130,7 +130,7 @@ class GroupExchange(ExchangeAround):
         self._group.run(self._program(self._own))
 
     def _program(self, own: OwnGradient) -> Program:
-        """Return what the group does of a gradient: add it up, then pass on the weights that come of it."""
+        """Return the group's program for a gradient: add it up, then pass on the new weights."""
         arguments = self._layout, self._holders, self._worker
         push = partial(self._pushed, own.generation)
         reduction = Reduction(*arguments, own, self._sums, push, checked=self._checked)
@@ -146,7 +146,7 @@ class GroupExchange(ExchangeAround):
         return run()
 
     def _begin_again(self, before: OwnGradient) -> None:
-        """Have a gradient forgotten that was not computed to its end, unless a part of it is added up."""
+        """Forget a gradient that was not computed to its end, unless a part of it is added up."""
         if before.chunks and not before.held_back:
             self._tell(
                 f"worker {self._worker} computes its gradient from version {before.pulled} again, of which a part "
@@ -205,7 +205,7 @@ class GroupExchange(ExchangeAround):
         return self._missing > 0
 
     def end(self) -> int:
-        """Have what was held back added up and pushed; return the push's sequence number."""
+        """Add up and push the chunks that were held back; return the push's sequence number."""
         for kept in self._kept:
             self.inner.ready(*kept)
         self._kept.clear()
@@ -309,7 +309,7 @@ class GroupExchange(ExchangeAround):
             del self._keys[min(self._keys)]
 
     def lacks(self, key: Key | None) -> list[str]:
-        """Return what is awaited, also which chunk is added up, see `Exchange`."""
+        """Return in words what is awaited, also which chunk is being added up, see `Exchange`."""
         lacking, now = self.inner.lacks(key), self._now
         if isinstance(now, Reduction) and self._group is not None and not self.inner.lacks(None):
             lacking.append(f"the sum of chunk {now.chunk} over all workers")

@@ -14,7 +14,7 @@ from steepest.strategies.process_groups.torch_groups import TorchGroups
 
 
 class ProcessGroups(Extension):
-    """Where the strategy says so, workers add up gradients among themselves, see `GroupExchange`.
+    """Lets workers add up gradients among themselves if the strategy says so, see `GroupExchange`.
 
     Args:
         groups: makes process groups; None for those of torch.distributed that the strategy names.

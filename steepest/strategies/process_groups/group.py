@@ -1,4 +1,4 @@
-"""What a process group does for a worker: programs of operations in which all members take part."""
+"""Process groups as a worker uses them: programs of operations in which all members take part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gather:
 class Reduce:
     """The members' tensors are added up, in place, with the same bits at each of them; the answer is None.
 
-    With a root that member alone has the sum, and what is left in the others' tensors has no meaning.
+    With a root, that member alone has the sum, and the others' tensors are left undefined.
     """
 
     total: torch.Tensor
@@ -65,7 +65,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class Ways:
-    """How a member's group reaches the worker whose it is."""
+    """The functions by which a member's group reaches its worker."""
 
     router: Router  # of the process
     # sends every other member a key of the rendezvous with its value; on the router's thread
@@ -85,17 +85,17 @@ class ProcessGroup(Protocol):
         """Run a program when those before it have ended."""
 
     def wake(self) -> None:
-        """Look again whether a condition holds that a program awaits."""
+        """Check again a condition that a program awaits."""
 
     def take_key(self, key: str, value: bytes) -> None:
         """Take a value of the rendezvous that another member has set."""
 
     def end(self) -> None:
-        """Leave the group: operations in progress fail, here and at the other members, and nothing is told of it."""
+        """Leave the group: operations in progress fail, here and at the other members, without a report."""
 
 
 class Groups(Protocol):
-    """What makes process groups; pickled into every process of a job."""
+    """A maker of process groups; pickled into every process of a job."""
 
     def check(self, router: Router, home: torch.device) -> None:
         """Check that a process can have groups of tensors at `home`; ConfigurationError says why not."""

@@ -27,10 +27,10 @@ _making = system().lock()  # groups are made one at a time in a process, which h
 
 
 class NcclBackend:
-    """NCCL on one GPU, see `Backend`; what lies in the memory of the host, some numbers, is copied there and back.
+    """NCCL on one GPU, see `Backend`; the few tensors in the host's memory are copied there and back.
 
-    It works on a stream of its own, beside the model's. An operation is awaited by looking at its event, so that a
-    group which is left is aborted amid one. Until all members are connected it cannot be interrupted.
+    It works on a stream of its own, beside the model's. An operation is awaited by polling its event, so that leaving
+    the group aborts the operation. Until all members are connected it cannot be interrupted.
 
     Args:
         device: the GPU.
@@ -67,7 +67,7 @@ class NcclBackend:
         return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
 
     def _gpu_of(self) -> str:
-        """Return what no other GPU is called, on any host."""
+        """Return the GPU's name, which is unique among all hosts."""
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def _require_own_gpus(self, store: KeyStore, place: GroupPlace) -> None:
@@ -93,7 +93,7 @@ class NcclBackend:
         work.wait()  # it raises what has failed, and lets this stream go on behind the operation
 
     def leave(self, group: Any) -> None:
-        """Abort what is under way, here; other members go on waiting until they leave, too."""
+        """Abort operations in progress, here; other members go on waiting until they leave, too."""
         group.abort()
 
 

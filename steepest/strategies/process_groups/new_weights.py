@@ -1,4 +1,4 @@
-"""The weights that come of one gradient: what each member of a process group does so that all have them."""
+"""Passes on the weights that one gradient leads to, among the members of a process group."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class NewWeights:
         worker: the rank of this member.
         size: the number of members.
         own: the gradient of this member.
-        sums: memory in which the gradient was added up, and nothing is needed any more once a chunk is made.
-        made: by version and chunk, what the own server has made; this takes out what it passes on.
-        bring: is given the root and a chunk's weights, which are lent of the sums' memory.
+        sums: memory in which the gradient was added up; that of a chunk is free once its weights are made.
+        made: by version and chunk, the weights that the own server has made; those passed on are removed.
+        bring: is given the root and a chunk's weights, which are lent from the sums' memory.
     """
 
     def __init__(

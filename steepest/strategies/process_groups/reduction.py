@@ -1,4 +1,4 @@
-"""One gradient of all workers: what each member of a process group does to add it up, chunk by chunk."""
+"""Adds up one gradient of all workers among the members of a process group, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _WITH_HEADER = 1 << 16
 
 
 def event_after(tensor: torch.Tensor) -> torch.Event | None:
-    """Return what is behind all that this thread's stream was given for a tensor's GPU; None on the CPU."""
+    """Return an event after all work so far of this thread's stream on a tensor's GPU; None on the CPU."""
     if tensor.is_cpu:
         return None
     return torch.accelerator.current_stream(tensor.device).record_event()
 
 
 def continue_after(event: torch.Event | None, tensor: torch.Tensor) -> None:
-    """Have this thread's stream on a tensor's GPU go on behind an event."""
+    """Let this thread's stream on a tensor's GPU wait for an event."""
     if event is not None:
         torch.accelerator.current_stream(tensor.device).wait_event(event)
 
@@ -62,7 +62,7 @@ class OwnGradient:
 
 
 class _GradientHeader(NamedTuple):
-    """What a member says of its gradient before its first chunk."""
+    """A member's description of its gradient, sent before its first chunk."""
 
     push: PushId
     pulled: int
@@ -75,14 +75,14 @@ class _GradientHeader(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """How a mean by weight is formed of gradients, as servers form it, so that none has to copy it."""
+    """The way to form a weighted mean of gradients as servers do, so that they need not copy it."""
 
     unit: float  # of all gradients, which are divided by their number when they are added up; 0 where units differ
     total: float  # summed weight
 
     @classmethod
     def of(cls, headers: list[_GradientHeader]) -> _Mean | None:
-        """Return that of some gradients; None where none weighs anything."""
+        """Return that of some gradients; None if all weigh nothing."""
         units = {header.unit for header in headers if header.weighs}
         total = math.fsum(header.total for header in headers)
         if not units or not total:
@@ -90,7 +90,7 @@ class _Mean(NamedTuple):
         return cls(units.pop() if len(units) == 1 else 0.0, total)
 
     def factor(self, unit: float) -> float:
-        """Return by what a gradient in this unit is multiplied before it is added."""
+        """Return the factor of a gradient in this unit before it is added."""
         return 1.0 if self.unit else unit / self.total
 
     def finish(self, elements: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class _Mean(NamedTuple):
 class Sums:
     """The memory in which chunks are added up, by chunk: its elements, then a flag for each parameter's part.
 
-    A flag counts the members that have a gradient of the part, so that a parameter of which none has one is known
+    A flag counts the members that have a gradient of the part, so that a parameter without any gradient is known
     without a further operation.
 
     Args:
@@ -129,7 +129,7 @@ class Sums:
         return self._in(self._layout.chunks[chunk].dtype, chunk)
 
     def to_add_up(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return memory as that of `of`, in the dtype in which the chunk is added up, which may be its own."""
+        """Return memory as `of` does, in the dtype in which the chunk is added up, which may be its own."""
         return self._in(self.dtype(chunk), chunk)
 
     def dtype(self, chunk: int) -> torch.dtype:
@@ -152,8 +152,8 @@ class Sums:
 class Reduction:
     """Adds up one gradient of all members, in the order of the chunks, and passes each sum on.
 
-    A chunk that one server holds is added up at the worker of its index alone, others at all workers; a worker passes
-    on what its own server holds.
+    A chunk that one server holds is added up at that server's worker alone, others at all workers; a worker passes on
+    the chunks that its own server holds.
 
     Args:
         layout: of the model.
@@ -210,7 +210,7 @@ class Reduction:
         yield from self._tell_spoilt(headers)
 
     def _own_header(self, first: HandedChunk) -> torch.Tensor:
-        """Return what this member says of its gradient, as int64."""
+        """Return this member's header, as int64."""
         own = self._own
         numbers = torch.tensor([own.incarnation, own.sequence, own.pulled], dtype=torch.int64)
         weights = torch.tensor([first.unit, first.total], dtype=torch.float64)
@@ -290,7 +290,7 @@ class Reduction:
             self._spoilt.add(chunk)
 
     def _tell_spoilt(self, headers: list[_GradientHeader]) -> Program:
-        """Have all members know of which chunks the sum is not finite, and push each one's gradient of these."""
+        """Tell all members which chunks have sums that are not finite, and push each member's gradient of these."""
         if not self._rooted or not self._checked:
             return
         # servers and the coordinator go on with a step that is finite meanwhile

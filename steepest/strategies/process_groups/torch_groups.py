@@ -38,10 +38,10 @@ class _EndedError(Exception):
 
 
 class KeyStore(dist.Store):  # type: ignore[misc, name-defined]  # torch says nothing of its types
-    """The rendezvous of one group: what members set travels in the job's own messages.
+    """The rendezvous of one group: keys that members set travel in the job's own messages.
 
-    Each member has all keys: what it sets itself, and what others have sent. torch calls it on the thread that makes
-    the group.
+    Each member has all keys: its own, and those that others have sent. torch calls it on the thread that makes the
+    group.
 
     Args:
         post: sends a key and its value to all other members; called on that thread.
@@ -106,7 +106,7 @@ class KeyStore(dist.Store):  # type: ignore[misc, name-defined]  # torch says no
 
 
 class Backend(Protocol):
-    """What differs between the backends of torch.distributed; used on the thread of one group.
+    """The differences between backends of torch.distributed; used on the thread of one group.
 
     Attributes:
         name: for errors.
@@ -118,7 +118,7 @@ class Backend(Protocol):
         """Return a context in which the thread makes the group and runs programs."""
 
     def make(self, store: KeyStore, place: GroupPlace) -> Any:
-        """Return the group, once all members are connected; whatever torch raises."""
+        """Return the group, once all members are connected; raises what torch raises."""
 
     def near(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor where the group can take it, perhaps a copy."""
@@ -128,18 +128,18 @@ class Backend(Protocol):
 
         Args:
             work: of torch's.
-            look: to be called now and then; it raises where the group is left, or the time is over.
+            look: to be called now and then; it raises if the group is left, or the time is over.
         """
 
     def leave(self, group: Any) -> None:
-        """Let go of a group, in which an operation may be under way."""
+        """Drop a group, in which an operation may be in progress."""
 
 
 class GlooBackend:
     """Gloo over TCP, see `Backend`.
 
-    It cannot be interrupted: a thread that waits for a member which lives and does nothing stays until the time of
-    `GroupPlace.seconds` is over, with memory of its own, and whatever comes of it is dropped.
+    It cannot be interrupted: a thread that waits for a member which lives and does nothing stays, with memory of its
+    own, until the time of `GroupPlace.seconds` is over; its result is dropped.
 
     Args:
         host: the address at which a member listens.
@@ -151,7 +151,7 @@ class GlooBackend:
         self._host = host
 
     def inside(self) -> contextlib.AbstractContextManager[object]:
-        """Return one that does nothing."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def make(self, store: KeyStore, place: GroupPlace) -> Any:
@@ -229,7 +229,7 @@ class TorchGroup(ProcessGroup):
             self._ways.router.call(partial(self._ways.failed, told))
 
     def _told(self, error: Exception) -> Exception:
-        """Return an error that says what the group did."""
+        """Return an error that also says what the group was doing."""
         text = str(error).strip().partition(". This is typically")[0]
         what = f"{self._backend.name}, while {self._doing}"
         return DataPlaneError(f"{what}: {text or type(error).__name__}")
