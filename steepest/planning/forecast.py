@@ -69,7 +69,7 @@ class Forecast:
         return self.devices * self.profile.samples / self.profile.alone
 
     def efficiency(self, row: Prediction) -> float:
-        """Return a row's share of what its workers would compute if none ever waited."""
+        """Return a row's speed as a share of the speed at which its workers would compute if none ever waited."""
         return row.samples_per_second / (row.workers * self.alone)
 
     @property

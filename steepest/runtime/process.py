@@ -232,14 +232,14 @@ class ProcessActor:
         return self._row_files.whole(number)
 
     def snapshot_piece(self, number: int, chunk: int, at: int) -> PackedPiece:
-        """Return a piece of a snapshot of rows, for another process; also amid a long step."""
+        """Return a piece of a snapshot of rows, for another process; also during a long step."""
         with _as_text():
             return self._row_files.piece(number, chunk, at)
 
     def keep_snapshot(
         self, number: int, chunk: int, at: int, count: int, directory: str, piece: PackedPiece
     ) -> None:
-        """Keep a piece of a snapshot of rows that another process has; also amid a long step."""
+        """Keep a piece of a snapshot of rows that another process has; also during a long step."""
         with _as_text():
             self._row_files.take(number, chunk, at, count, directory, piece)
 
@@ -248,7 +248,7 @@ class ProcessActor:
         self._row_files.keep_only(numbers)
 
     def read_rows(self, wanted: RowsWanted) -> RowsRead:
-        """Make shards with the rows of a checkpoint, beside those that servers have; also amid a long step."""
+        """Make shards with the rows of a checkpoint, beside those that servers have; also during a long step."""
         with _as_text():
             return self._row_files.restored.read(wanted)
 
@@ -636,12 +636,12 @@ class ProcessActor:
         self.router.call(functools.partial(record_roles, self.router, self._spans))
 
     def spans(self, number: int, least: int) -> tuple[int, bytes]:
-        """Return the spans after the first `number`, if they are so many, see `SpanRing.since`; also amid a step."""
+        """Return the spans after the first `number`, see `SpanRing.since`; also during a step."""
         ring = self._spans
         return (number, b"") if ring is None else ring.since(number, least)
 
     def mark_output(self, token: str) -> list[str]:
-        """Write marks behind what the process has printed, see `write_marks`; also amid a step."""
+        """Write marks behind what the process has printed, see `write_marks`; also during a step."""
         return write_marks(token)
 
     def stop(self) -> None:

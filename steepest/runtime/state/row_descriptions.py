@@ -1,4 +1,4 @@
-"""What servers know of single ids of an embedding table, for debugging."""
+"""Descriptions of single ids of an embedding table by its servers, for debugging."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from steepest.runtime.state.table_export import table_of
 
 @dataclass(frozen=True, eq=False)
 class RowDescription:
-    """What is known of an id of a table at one version.
+    """The description of an id of a table at one version.
 
     Attributes:
         id: the id.
         has_row: whether it has a row.
-        values: (dim,), of its row, or what the job answers for an id without one.
+        values: (dim,), of its row, or those that the job uses for an id without one.
         slots: (k,), the numbers that the table's optimizer keeps beside a row; None without a row.
         sightings: how often the id was in a pushed batch, since its row was made, that batch included;
             of an id without a row, how often an exact filter has seen it.
         written: the number of the update that wrote the row last; None without a row.
-        version: the number of updates until now.
+        version: the number of updates so far.
     """
 
     id: int
@@ -40,7 +40,7 @@ class RowDescription:
 
 
 def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDescription]:
-    """Return what is known of ids, see `DistributedSGD.describe_rows`."""
+    """Return the descriptions of ids, see `DistributedSGD.describe_rows`."""
     import numpy as np
 
     from steepest.tables.checks import require_ids

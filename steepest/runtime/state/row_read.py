@@ -32,7 +32,7 @@ _PART_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RowRead:
-    """The rows of one instant, as servers send them: 40 MB of each server in a second, or faster."""
+    """The rows of one instant, as servers send them: at least 40 MB a second from each server."""
 
     layout: ParameterLayout
     snapshot: Future[SharedState] | None  # what the servers send; None without tables
@@ -42,7 +42,7 @@ class RowRead:
 
     @contextlib.contextmanager
     def given_up_on_error(self) -> Iterator[None]:
-        """Give up the rows if a block raises: servers keep what changes until all are sent."""
+        """Return a context that gives up the rows on an error: until all are sent, servers keep old values of them."""
         try:
             yield
         except BaseException:
@@ -53,8 +53,8 @@ class RowRead:
 class RowsAsTheyCome(files.RowParts):
     """The rows of a read as parts of a checkpoint: no more than one part lies in memory.
 
-    When all parts have come, `place` is the instant, for a later read of what has changed, and
-    `changes` whether of any shard there is only that.
+    When all parts have come, `place` is the instant, for a later read of changes since then, and
+    `changes` says whether any shard's part has only changes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowsAsTheyCome(files.RowParts):
         self._marks: dict[int, ShardMark] = {}
 
     def write_into(self, folder: StoragePlace, stamp: str) -> None:
-        """Have servers write what they have not sent."""
+        """Let servers write the rows that they have not sent."""
         self._into = RowsInto(str(folder), stamp)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -121,7 +121,7 @@ class RowsAsTheyCome(files.RowParts):
                 yield self._read.take(None if self._into is None else self._into.options())
 
     def _note(self, record: Record) -> None:
-        """Note what a server has written."""
+        """Note the file that a server has written."""
         told = json.loads(record[2].numpy().tobytes())
         if "error" in told:
             assert self._into is not None
@@ -163,8 +163,8 @@ def _taken_out(records: list[Record]) -> Iterator[Record]:
 def read_apart(cluster: Cluster, since: Bases | None) -> tuple[SharedState, RowRead]:
     """Return the state without rows, and the rows of the same instant, which are yet to come.
 
-    No step may be going on. Training may go on when this returns: the rows are as they are now. Of
-    shards in `since` only what has changed is read, if that is known; no rows for None.
+    No step may be in progress. Training may go on when this returns: the rows are those of now. Of
+    shards in `since` only changed rows are read, if these are known; no rows for None.
     """
     client, layout = cluster.client, cluster.job.description.layout
     dense = [chunk.index for chunk in layout.chunks if not chunk.is_opaque]

@@ -99,14 +99,14 @@ class _CopyRequest:
 
 
 class Snapshots:
-    """Takes a copy of everything that a job's processes hold now and then, while workers train.
+    """Takes, from time to time, a copy of everything that a job's processes hold, while workers train.
 
-    A copy is of one instant: where every worker contributes to each version, workers are told of a
-    version that they have not come to, and each copies what it alone has (buffers, what compression
-    left out, its own optimizer) when it has made that version and before it begins the next step;
-    the coordinator orders the servers' part between the same two commits. Under other rules workers
-    have no version in common, and each copies its own between two of its steps at about that time.
-    Workers that have nothing of their own are not asked. Workers train meanwhile.
+    A copy is of one instant: if every worker contributes to each version, workers are told of a
+    version that is still to come, and each copies its own state (buffers, residuals of compression,
+    its own optimizer's) when it has made that version and before it begins the next step; the
+    coordinator orders the servers' part between the same two commits. Under other rules workers have
+    no version in common, and each copies its own state between two of its steps at about that time.
+    Workers without state of their own are not asked.
     """
 
     def __init__(self, cluster: Cluster, state: StateTransfer) -> None:
@@ -171,7 +171,7 @@ class Snapshots:
             request.await_all(self._cluster.owner, self._cluster.run_config.failure.heartbeat)
 
     def ensure_present(self, meanwhile: Callable[[], None]) -> None:
-        """Do as `renew`, also under a strategy that needs none, unless the last copy is of the present state."""
+        """Do as `renew`, also under a strategy that needs no copy, unless the last one is of the present state."""
         taken, cluster = self.taken, self._cluster
         if cluster.run_config.failure.snapshot_every == 0:
             return
@@ -180,7 +180,7 @@ class Snapshots:
             self._renew(meanwhile)
 
     def renew_soon(self) -> None:
-        """Have the next look ask for a copy: the last one is of a form that the job has no more."""
+        """Let the next look ask for a copy: the last one has a form that the job no longer has."""
         self._stale, self._due = True, 0.0
 
     def renew(self, meanwhile: Callable[[], None]) -> bool:
@@ -212,7 +212,7 @@ class Snapshots:
         self._due = 0.0
 
     def interrupted(self) -> None:
-        """Give up the copy under way: the client that asked for it is gone."""
+        """Give up the copy in progress: the client that asked for it is gone."""
         self._request = None
         if self._on_disk:
             self.renew_soon()  # a process that had a copy may be gone
@@ -249,7 +249,7 @@ class Snapshots:
         self._seen = (self._request.asked, cluster.client.position.version)
 
     def _read_log(self) -> Future[list[Commit]]:
-        """Read what is new in the coordinator's log."""
+        """Read the new entries of the coordinator's log."""
         cluster, client = self._cluster, self._cluster.client
         if self._reader is not client:  # another coordinator begins another log
             self._reader, self._commits = client, []
@@ -304,7 +304,7 @@ class Snapshots:
         self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
 
     def _keep_rows(self, *numbers: int) -> None:
-        """Have processes keep the rows of these snapshots alone on their disks; 0 is none."""
+        """Tell processes to keep only the rows of these snapshots on their disks; 0 is none."""
         known, self._on_disk = self._on_disk, [number for number in numbers if number]
         if known or self._on_disk or self._number:
             actors = dict.fromkeys(self._cluster.actors.values())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def table_of(cluster: Cluster, name: str) -> tuple[Dealing, Table]:
-    """Return how a job's tables are dealt, and the table of a name; ConfigurationError: there is none."""
+    """Return the job's dealing of tables, and the table of a name; ConfigurationError: there is none."""
     dealing, held = dealing_of(cluster.job), _held(cluster)
     tables = () if dealing is None else dealing.tables
     table = next((each for each in tables if each.name == name), None)
@@ -50,7 +50,7 @@ def export_table(
 ) -> ExportedTable:
     """Return a table's rows at one version, see `DistributedSGD.export_table`.
 
-    `weights` returns those of the job, and the step of which they are: replicated tables are among them.
+    `weights` returns the job's weights, replicated tables among them, and their step.
     """
     if name in (held := _held(cluster)):
         values, step = weights()

@@ -1,4 +1,4 @@
-"""The state of a running job is captured from its processes, and installed in them."""
+"""Captures the state of a running job from its processes, and installs it in them."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class StateTransfer:
         return shared
 
     def weights(self) -> tuple[dict[str, torch.Tensor], int]:
-        """Return parameters by name, as CPU copies, and after how many steps they are these.
+        """Return parameters by name, as CPU copies, and the number of steps that made them.
 
-        It may be called on any thread, amid training. Frozen parameters that the model changes itself are
+        It may be called on any thread, during training. Frozen parameters that the model changes itself are
         averaged over replicas, see `merged_states`.
         """
         job = self._cluster.job
@@ -122,7 +122,7 @@ class StateTransfer:
             self._cluster.workers.call(remote_functions.take_installed, frozen)
 
     def _workers_take(self, names: Collection[str]) -> None:
-        """Have workers that have weights of their own begin with those of the servers, which have been set."""
+        """Let workers with weights of their own begin with the servers' weights, which have been set."""
         if self._cluster.job.config.local:
             call = self._cluster.workers.call
             call(remote_functions.take_servers_weights, tuple(names))
@@ -183,7 +183,7 @@ class StateTransfer:
         return commits
 
     def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
-        """Return the log of the job as it is now, without the jobs that it was before."""
+        """Return the log of the job in its present form, without earlier forms."""
         job, (plan, seed) = self._cluster.job, self._cluster.plan
         workers = servers = job.description.threads
         if not job.servers_in_workers:
@@ -197,7 +197,7 @@ class StateTransfer:
     def _close_log(self, before: JobState, version: int) -> None:
         """Keep the log of a job whose processes have got other roles, and begin another one at `version`.
 
-        Where a part of the log is lost, what came before does not explain the weights.
+        If a part of the log is lost, the parts before it do not explain the weights.
         """
         assert before.log is not None
         first, last = before.log.start, before.shared.version
@@ -212,10 +212,10 @@ class StateTransfer:
         self._start = version
 
     def install(self, state: JobState, records: list[Record]) -> None:
-        """Give a state, which is in terms of the job as it is, to the job's processes.
+        """Give a state, in terms of the present job, to the job's processes.
 
         Args:
-            state: what is to be installed.
+            state: to be installed.
             records: the servers' part of the optimizer's state, see `OptimizerState.place`.
         """
         shared, optimizer = state.shared, state.optimizer
@@ -281,7 +281,7 @@ class StateTransfer:
         return self._merged(self.buffers())
 
     def _merged(self, states: Sequence[Tensors]) -> Tensors:
-        """Return the state that stands for those of replicas; warn once where it cannot."""
+        """Return the state that stands for those of replicas; warn once if none can."""
         description = self._cluster.job.description
         if not self._told_of_buffers and (differing := differing_buffers(states, description)):
             self._told_of_buffers = True
@@ -304,7 +304,7 @@ class StateTransfer:
         return self._ends
 
     def collect(self, since: Bases | None = ()) -> tuple[files.Checkpoint, RowRead]:
-        """Return everything that a checkpoint holds, at one version, but rows of tables; these are yet to come.
+        """Return everything that a checkpoint holds, at one version, except rows of tables, which come later.
 
         No step may be going on. For `since` see `read_apart`.
         """
@@ -322,15 +322,15 @@ class StateTransfer:
             return state.checkpoint(self.signature(), self.ends(), rates), rows_to_come
 
     def signature(self) -> files.JobSignature:
-        """Return what a checkpoint is compared with, without buffers."""
+        """Return the signature that a checkpoint is compared with, without buffers."""
         return self._owner({})
 
     def place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
         """Continue from a checkpoint; with `data="new"` at epoch 0, whatever samples were left over.
 
         Raises:
-            CheckpointError: it is of another model, optimizer or data set, or holds what no job
-                does; nothing has changed.
+            CheckpointError: it is of another model, optimizer or data set, or is no state of a job;
+                nothing has changed.
         """
         if saved.saved_rows is not None:
             lies = replace(saved.saved_rows, now=int(system().time()))
@@ -349,7 +349,7 @@ class StateTransfer:
         data: str,
         read: Callable[[CheckpointRows | None], list[Record]],
     ) -> None:
-        """Continue from a checkpoint as of now, see `place`; `read` returns records that stand for its rows."""
+        """Continue from a checkpoint of the present form, see `place`; `read` returns records in place of its rows."""
         cluster = self._cluster
         try:
             spec = cluster.job.description.optimizer_spec
@@ -408,15 +408,15 @@ class StateTransfer:
             )  # fmt: skip
 
     def _unfreeze(self, manifest: Mapping[str, Any]) -> None:
-        """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
+        """Train the parameters that a checkpoint's job had unfrozen; for that, processes get their roles anew."""
         self._cluster.unfrozen |= frozenset(manifest.get("unfrozen", ()))
         if self._cluster.unfrozen != self._cluster.job.unfrozen:
             self.give_roles_anew()
 
     def _move_schedule(self, manifest: Mapping[str, Any]) -> bool:
-        """Move the schedule to where it stood in a checkpoint; return whether processes got their roles anew.
+        """Move the schedule to its position in a checkpoint; return whether processes got their roles anew.
 
-        It stands elsewhere where steps were several updates each. Checkpoints without a number of
+        It differs from the step if steps were several updates each. Checkpoints without a number of
         updates leave it where it is.
         """
         cluster, step = self._cluster, manifest["step"]
@@ -433,13 +433,13 @@ class StateTransfer:
         workers: Sequence[WorkerState] | None = None,
         collected: OptimizerState | None = None,
     ) -> JobState:
-        """Return a state of the job as it is, with what is needed to continue from it as another job."""
+        """Return the job's present state, with all that is needed to continue from it as another job."""
         plan, log, part = self._cluster.plan, self.part(), len(self._logs)
         return JobState(self._cluster.job, *plan, shared, log, workers, collected, part=part)
 
     @contextlib.contextmanager
     def _changing(self, before: JobState, keep: Mapping[int, int]) -> Iterator[int]:
-        """Keep `pending` while the job is put together of other processes; yield the number of this change."""
+        """Keep `pending` while the job is assembled from other processes; yield the number of this change."""
         members, self._change = self._cluster.members, self._change + (self.pending is None)
         try:
             yield self._change
@@ -451,7 +451,7 @@ class StateTransfer:
         self._cluster.end_leaving(self._change)
 
     def put_together(self, before: JobState, wanted: Lineup, *, as_before: bool) -> None:
-        """Put the job together of some processes, which continues with what there is.
+        """Assemble the job from some processes; it continues with the state that they have.
 
         It is another job, unless as many workers as before are to be `as_before`: then version, plan
         and the place of each share in it stay as they were.
@@ -542,7 +542,7 @@ class StateTransfer:
 
 
 def _check_place(manifest: Mapping[str, Any], job: Job) -> None:
-    """Check what a checkpoint says of a job's progress; CheckpointError: this job cannot be there."""
+    """Check a checkpoint's account of progress; CheckpointError: this job cannot have made it."""
     described, rates = job.description, manifest.get("rates")
     if unknown := set(manifest.get("unfrozen", ())) - described.layout.index.keys():
         raise CheckpointError(f"it trains {sorted(unknown)!r:.100}, which the model has not")
@@ -553,7 +553,7 @@ def _check_place(manifest: Mapping[str, Any], job: Job) -> None:
 
 
 def _tensors(what: str, values: Any) -> dict[str, torch.Tensor]:
-    """Return what a user gave as tensors by plain names; ConfigurationError if it is none such."""
+    """Return a user's mapping as tensors by plain names; ConfigurationError: it is no such mapping."""
     if not isinstance(values, Mapping):
         raise ConfigurationError(
             f"{what} is a {type(values).__name__}: give tensors by name, as weights() and "
@@ -576,8 +576,8 @@ def _tensors(what: str, values: Any) -> dict[str, torch.Tensor]:
 def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:
     """Return the commits of the versions after `start` until `last`.
 
-    A server remembers commits of before weights were set or restored too, perhaps of the same
-    versions: of each version the newest commit counts.
+    A server also remembers commits from before weights were set or restored, perhaps of the same
+    versions: for each version the newest commit counts.
     """
     newest: list[Commit] = []
     for commit in commits:
