@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import steepest
 from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
 from tests.reference import Weights
-from tests.simulation.run import Simulation, run_config
+from tests.simulation.run import Simulation, pause, run_config
 
 STRATEGIES: dict[str, Any] = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
@@ -82,6 +84,66 @@ def without(
         assert kills.has_killed
         assert {"replaced", "recovered"} & {event["event"] for event in found.history.events}
         return _found(found)
+
+
+#: A worker's rank, the number of its lives before, and how many places it has come to in this one.
+Place = tuple[int, int, int]
+
+
+class Places:
+    """The places that workers' loops come to in one run, at some of which workers are killed.
+
+    Args:
+        deaths: by place, the ranks of those that die when a worker comes there.
+    """
+
+    active: ClassVar[Places | None] = None
+
+    def __init__(self, deaths: Mapping[Place, Sequence[int]] | None = None) -> None:
+        self.passed: list[Place] = []
+        self._deaths = dict(deaths or {})
+        self._threads: dict[int, list[int]] = {}  # of the function's lives, by rank
+
+    def run(
+        self, script: Any, workers: int, strategy: Any, patience: float = math.inf, **more: Any
+    ) -> Found:
+        """Run a script whose loop calls `come`."""
+        Places.active, self._simulation = self, Simulation(seed=1)
+        failure = FailureConfig(patience=patience, snapshot_every=3, max_failures=20)
+        try:
+            with self._simulation.running():
+                return _found(
+                    steepest.run(
+                        script,
+                        num_workers=workers,
+                        strategy=strategy,
+                        run_config=run_config(failure=failure),
+                        progress=False,
+                        **more,
+                    )
+                )
+        finally:
+            Places.active = None
+
+    def note(self, rank: int) -> None:
+        """Note that a worker's loop has come to a place."""
+        threads, thread = self._threads.setdefault(rank, []), threading.get_ident()
+        if thread not in threads:
+            threads.append(thread)
+        lives = threads.index(thread)
+        number = sum(place[:2] == (rank, lives) for place in self.passed)
+        self.passed.append((rank, lives, number))
+        names = [f"worker {victim}" for victim in self._deaths.pop((rank, lives, number), ())]
+        for each in self._simulation.living():
+            if any(name in str(each) for name in names):
+                self._simulation.world.kill(each, "it was killed. connection error code 2.")
+
+
+def come() -> None:
+    """Have a loop come to a place, at which some virtual time passes."""
+    if Places.active is not None:
+        Places.active.note(steepest.rank())
+    pause(1e-3)
 
 
 class Resizes(steepest.Callback):

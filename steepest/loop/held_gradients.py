@@ -43,6 +43,7 @@ class HeldGradients:
         self._left: list[dict[int, _Mark]] = [{} for _ in optimizers]  # by the last step
         self._found: list[dict[int, _Mark]] = [{} for _ in optimizers]  # when the batch began
         self._drops: list[bool | None] = [None for _ in optimizers]  # None: not known yet
+        self._anew: list[dict[int, _Mark]] = [{} for _ in optimizers]  # see `note_computed_anew`
 
     def begin_batch(self) -> bool:
         """Note that a batch begins; return whether an optimizer has a part of a later step."""
@@ -63,14 +64,20 @@ class HeldGradients:
         """Whether an optimizer is known to step with gradients of several batches."""
         return False in self._drops
 
-    def step(self, index: int) -> None:
-        """Note that an optimizer has stepped, by number."""
+    def note_computed_anew(self) -> None:
+        """Note that present gradients were computed by weights that later steps have made."""
+        self._anew = [_marks(each) for each in self._optimizers]
+
+    def step(self, index: int) -> bool:
+        """Note that an optimizer has stepped, by number; return whether it did with gradients computed anew."""
         now, found = _marks(self._optimizers[index]), self._found[index]
+        anew, self._anew[index] = self._anew[index], {}
         if found:
             kept = [p for p, mark in found.items() if p in now and mark.tensor() is now[p].tensor()]
             self._drops[index] = not kept
         self._left[index], self._found[index] = now, {}
         self.awaited.discard(index)
+        return any(p in now and mark.tensor() is now[p].tensor() for p, mark in anew.items())
 
     @property
     def holds(self) -> bool:

@@ -348,14 +348,6 @@ class UserLoop:
         prepared.enter(first + LoopPlace(*where["place"]).epoch)  # a stream may be read
         is_whole = cursor.load(where, self.job.size)
         self._tell_of_other_size(holds=not is_whole and where["is_sure"])
-        if is_whole and where["before"] and where["is_sure"] and cursor.skip:
-            warnings.warn(
-                f"worker {self.job.rank}: gradients of several batches are added up for a step of one optimizer, while "
-                "another one has stepped: this worker, which goes on from there, computes those of the batches before "
-                "with the weights of now; where these gradients depend on what the other has changed, step both after "
-                "the same batches to have what one process has",
-                stacklevel=2,
-            )
         self.arriving = {**state, "entry": state["entries"][0 if is_whole else 1]}
         self.states.tops = {int(epoch): top for epoch, top in state["tops"].items()}
         if not cursor.is_amid_epoch:
@@ -704,7 +696,14 @@ class UserLoop:
 
     def _end_sum(self, cursor: Cursor, index: int) -> None:
         """Note that an optimizer has stepped, and with that perhaps used up the gradients of batches before."""
-        self.held.step(index)
+        if self.held.step(index):
+            warnings.warn(
+                f"worker {self.job.rank}: a step was taken with gradients that were there before another step of the "
+                "batch, or of batches before: this worker has entered between these steps, and has computed them with "
+                "the weights of now; where they depend on what the other step has changed, compute and use gradients "
+                "between the same steps to have what one process has",
+                stacklevel=line_of_user(),
+            )
         if cursor.back and not self.held.awaited:
             cursor.forget_before()
             self.states.forget_before()
@@ -764,6 +763,7 @@ class UserLoop:
         self._seed_for(cursor.number, cursor.place.step)
         self.losses.found = []
         if not cursor.skip and self.arriving is not None:  # the next one is taken with the others
+            self.held.note_computed_anew()
             self._take(self.arriving)
             self.states.begin_step()
         return True

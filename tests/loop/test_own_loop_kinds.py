@@ -13,11 +13,19 @@ import torch
 from torch import nn
 
 import steepest
-from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
+from tests.own_loop_runs import (
+    STRATEGIES,
+    InterruptedRunError,
+    Interrupts,
+    Places,
+    Resizes,
+    come,
+    run,
+    without,
+)
 from tests.own_loops import Parts, Script, several_steps
 from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import pause
 
 WORKERS, SAMPLES = 3, 13  # batches of 6, 6 and 1: two workers have nothing of the last one
 
@@ -30,7 +38,7 @@ def _simulated() -> Iterator[None]:
 
 def learn(parts: Parts, x: Any, y: Any, part: float = 1.0) -> None:
     (nn.functional.mse_loss(parts.model(x), y) * part).backward()
-    pause(1e-3)
+    come()
 
 
 def step(parts: Parts, x: Any, y: Any) -> None:
@@ -129,7 +137,7 @@ def by_all_outputs(parts: Parts, epochs: int) -> None:
                 continue
             parts.optimizer.zero_grad()
             loss.backward()
-            pause(1e-3)
+            come()
             parts.optimizer.step()
 
 
@@ -205,3 +213,59 @@ def test_a_loop_is_that_of_one_process_whoever_dies(
             run(script, WORKERS, chosen, checkpoints=checkpoints, callbacks=[Interrupts(number)])
         found = run(script, WORKERS, chosen, checkpoints=checkpoints)
         assert difference(found.weights, right) < 1e-12, (number, "resumed")
+
+
+def made(kind: Any) -> Script:
+    return Script(kind, optimizer=sgd(0.05, momentum=0.9), data=samples(SAMPLES), epochs=2)
+
+
+@pytest.mark.parametrize("kind", [over_epochs, without_the_first])
+def test_two_workers_die_at_once_amid_a_batch(kind: Any) -> None:
+    script = made(kind)
+    found = Places({(1, 0, 2): (1, 2)}).run(script, WORKERS, STRATEGIES["ps"])
+    assert difference(found.weights, script.alone(WORKERS)) < 1e-12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_workers_die_at_each_place(kind: Any, strategy: str) -> None:
+    """One of three places; both at once; the second one, or the first one's successor, while that enters."""
+    script, chosen = made(kind), STRATEGIES[strategy]
+    right, whole = script.alone(WORKERS), Places()
+    assert difference(whole.run(script, WORKERS, chosen).weights, right) < 1e-12
+    for place in whole.passed[::3]:
+        rank, other = place[0], (place[0] + 1) % WORKERS
+        alone = Places({place: (rank,)})
+        assert difference(alone.run(script, WORKERS, chosen).weights, right) < 1e-12, place
+        more: list[dict[Any, Any]] = [{place: (rank, other)}]
+        for entering in [each for each in alone.passed if each[:2] == (rank, 1)][:2]:
+            more += [{place: (rank,), entering: (victim,)} for victim in (rank, other)]
+        for deaths in more:
+            found = Places(deaths).run(script, WORKERS, chosen)
+            assert difference(found.weights, right) < 1e-12, deaths
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_join_and_leave_behind_each_step_and_at_each_place(
+    kind: Any, tmp_path: Path
+) -> None:
+    """All workers have as many samples together; a run goes on with another number of them, too."""
+    script, chosen, together = made(kind), STRATEGIES["ps"], {"global_batch_size": WORKERS * 2}
+    right, whole = script.alone(WORKERS), Places()
+    steps = len(whole.run(script, WORKERS, chosen, **together).steps)
+    for place in whole.passed[::2]:  # nobody waits for a successor
+        found = Places({place: place[:1]}).run(script, WORKERS, chosen, 0.0, **together)
+        assert difference(found.weights, right) < 1e-12, place
+    for number in range(1, steps):
+        for size in (2, 4):
+            found = run(script, WORKERS, chosen, callbacks=[Resizes(number, size)], **together)
+            assert difference(found.weights, right) < 1e-12, (number, size)
+        for size in (2, 5):
+            checkpoints = steepest.Checkpoints(tmp_path / f"{number} {size}", every=1)
+            kept = {"checkpoints": checkpoints, **together}
+            with pytest.raises(InterruptedRunError):
+                run(script, WORKERS, chosen, callbacks=[Interrupts(number)], **kept)
+            found = run(script, size, chosen, **kept)
+            assert difference(found.weights, right) < 1e-12, (number, size)
