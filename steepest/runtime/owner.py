@@ -258,7 +258,8 @@ class Owner:
     def to_its_end(self) -> Iterator[None]:
         """Complete a block even if no caller waits, also parts of it that are `for_caller`."""
         before = self._shielded, self._kept
-        self._shielded = self._kept = True
+        self._shielded = True
+        self._kept = True
         try:
             yield
         finally:

@@ -83,7 +83,8 @@ class StepWaits:
         self.arriving: Key | None = None
         self.leased: Callable[[], bool] | None = None
         self.begin_push: Callable[[], None] | None = None
-        self.superseded = self.calling = False
+        self.superseded = False
+        self.calling = False
         self.failure: PeerLostError | None = None
         self.defect: BaseException | None = None
         self.seconds = 0.0

@@ -375,7 +375,8 @@ class Worker:
 
     def give_up(self) -> Future[None]:
         """Take no more steps, and abandon the present one if it waits for weights; return a future of its end."""
-        self._stopped = self._waits.superseded = True
+        self._stopped = True
+        self._waits.superseded = True
         return self.at_version(0, -1, lambda replicas: None)
 
     def leave(self) -> None:
@@ -499,7 +500,8 @@ class Worker:
                 missed = call.miss is not None and self._is_past(call.version)
                 call.miss() if call.miss is not None and missed else call.run()
         finally:
-            self._stepping = self._waits.calling = False
+            self._stepping = False
+            self._waits.calling = False
             if self._spans is not None:
                 self._spans.add(SpanKind.CALL, self._since, -1, self.version)
         self._replicas.forget_writes()

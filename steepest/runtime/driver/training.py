@@ -352,7 +352,8 @@ class Training:
         return (self.stopping and goal > self._newest) or self.rates.are_wanted
 
     def _end(self, run: StepRun) -> None:
-        self.running = self._supervisor.in_call = False
+        self.running = False
+        self._supervisor.in_call = False
         self.rates.put_in_force(self._newest)
         try:
             if not self._idle:

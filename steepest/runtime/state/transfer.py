@@ -60,7 +60,8 @@ class StateTransfer:
         self._logs: list[CommitLog | None] = []
         self._start = 0  # the version with which the log begins
         self._unpushed: Unpushed = {}  # gradients of rows that workers had then
-        self._told_of_schedule = self._told_of_buffers = False
+        self._told_of_schedule = False
+        self._told_of_buffers = False
         self._restored = 0  # checkpoints
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
