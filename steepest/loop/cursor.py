@@ -219,6 +219,8 @@ class Cursor:
             self.skip = place.step + (state["before"] if is_whole else 0)
             begins = opened if is_whole else place
             self.place = self._opened = self._before_batch(begins)
+        elif state["amid_sum"]:
+            is_whole = False
         self._to_come = self.place.passes
         if state["begun"] is not None:
             self._size = state["size"]

@@ -347,7 +347,7 @@ class UserLoop:
         prepared.tell_schedulers()
         prepared.enter(first + LoopPlace(*where["place"]).epoch)  # a stream may be read
         is_whole = cursor.load(where, self.job.size)
-        self._tell_of_other_size(holds=not is_whole and where["is_sure"])
+        self._tell_of_other_size(holds=not is_whole and (where["is_sure"] or where["amid_sum"]))
         self.arriving = {**state, "entry": state["entries"][0 if is_whole else 1]}
         self.states.tops = {int(epoch): top for epoch, top in state["tops"].items()}
         if not cursor.is_amid_epoch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest.loop.held_gradients import HeldGradients
-from tests.own_loop_runs import STRATEGIES, run, without
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import ALONE, BATCH, FOUND, Whole, alone, rollout
 from tests.reference import difference, perceptron, samples, sgd, snapshot
 from tests.simulated_programs import quiet
@@ -110,6 +111,15 @@ def test_a_sum_is_whole_over_which_another_optimizer_has_stepped(
 def test_who_enters_such_a_sum_is_told_that_weights_are_others_now(step: int) -> None:
     with pytest.warns(UserWarning, match=TOLD):
         without(SCRIPTS["four batches"], 2, 0, step)
+
+
+def test_a_run_that_goes_on_with_other_workers_amid_such_a_sum_is_told(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"global_batch_size": 4}
+    kept["checkpoints"] = steepest.Checkpoints(tmp_path / "run", every=1)
+    with pytest.raises(InterruptedRunError):
+        run(SCRIPTS["two batches"], 2, callbacks=[Interrupts(1)], **kept)
+    with pytest.warns(UserWarning, match="there are 4 workers now, another number"):
+        run(SCRIPTS["two batches"], 4, **kept)
 
 
 @pytest.mark.few(1)
