@@ -252,7 +252,7 @@ def test_without_credentials_the_error_says_where_they_are_found(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     fresh = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
     monkeypatch.setattr(ObjectStorage, "of", lambda scheme: ObjectStorage(fresh))
-    with pytest.raises(CheckpointError, match=r"cloud's own tools.*docs/storage\.md"):
+    with pytest.raises(CheckpointError, match=r"cloud's own tools.*docs/howto/storage\.md"):
         files.write(url, content())
 
 
