@@ -27,6 +27,17 @@ NO_GRADIENT = (
     "before that"
 )
 
+#: By which torch's schedulers know a `step()` that they have wrapped, or need not wrap.
+SCHEDULED = "_wrapped_by_lr_sched"
+#: Its value where the optimizer has an initial_lr from a state that was loaded, and no scheduler.
+LOADED = "loaded"
+
+
+def mark_of(optimizer: torch.optim.Optimizer) -> bool | str:
+    """Return what `SCHEDULED` of an optimizer's `step()` is in a loop: else schedulers would warn, or wrap it."""
+    loaded = any("initial_lr" in group for group in optimizer.param_groups)
+    return LOADED if loaded and not hasattr(optimizer.step, SCHEDULED) else True
+
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's step has to be given what computes the loss."""
@@ -165,7 +176,7 @@ def step_by_closure(
         by.end_step(left_out=steps.is_left_out)
         return None if closure is None else loss
 
-    step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+    vars(step)[SCHEDULED] = mark_of(by.optimizer)
     return step
 
 

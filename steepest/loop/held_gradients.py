@@ -77,6 +77,8 @@ class HeldGradients:
             self._drops[index] = not kept
         self._left[index], self._found[index] = now, {}
         self.awaited.discard(index)
+        if not anew:
+            return False
         return any(p in now and mark.tensor() is now[p].tensor() for p, mark in anew.items())
 
     @property

@@ -17,7 +17,7 @@ from steepest.core.protocol.commit_rules import (
     pushes_per_update,
 )
 from steepest.errors import ConfigurationError
-from steepest.loop.closures import NO_GRADIENT, ByClosure, step_by_closure
+from steepest.loop.closures import NO_GRADIENT, SCHEDULED, ByClosure, mark_of, step_by_closure
 from steepest.loop.losses import line_of_user
 from steepest.loop.prepared import Ask, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
@@ -144,7 +144,7 @@ class LoopSteps:
                 return with_hooks(optimizer, step, *arguments, **named)
             return step(*arguments, **named)
 
-        vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+        vars(found)[SCHEDULED] = mark_of(optimizer)
         return found
 
     def end_trial(self) -> None:
@@ -225,7 +225,8 @@ class LoopSteps:
         if not self._has_trained:
             self._look_for_gradients(prepared)
         loop.begin_step()
-        self._look_at_losses(prepared)
+        if loop.losses.are_parts or prepared.model.tables:
+            self._look_at_losses(prepared)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         prepared.model.hyper, self.changed = changed if any(changed) else None, changed
         self.stepping = self._stepped_by[index] if stepping is None else stepping

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from steepest.errors import ConfigurationError
+from steepest.loop.closures import LOADED, SCHEDULED
 from steepest.loop.kept import Kept, pack
 from steepest.loop.losses import line_of_user
 from steepest.loop.prepared import Prepared
@@ -244,6 +245,8 @@ def tell_of_schedules(prepared: Prepared, kept: Kept | None) -> None:
     known = {id(getattr(each, "optimizer", None)) for each in (*prepared.schedulers, *kept_ones)}
     for each in prepared.given:
         if not isinstance(each, torch.optim.Optimizer) or id(each) in known:
+            continue
+        if getattr(each.step, SCHEDULED, None) == LOADED:
             continue
         if any("initial_lr" in group for group in each.param_groups):
             known.add(id(each))

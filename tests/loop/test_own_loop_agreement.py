@@ -269,6 +269,7 @@ def forgotten(parts: Parts, epochs: int) -> None:
             scheduler.step()
 
 
+@pytest.mark.filterwarnings("ignore:a scheduler of this SGD:UserWarning")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_scheduler_that_a_successor_begins_anew_is_found(victim: int) -> None:
     with pytest.raises(
