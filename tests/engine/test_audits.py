@@ -362,7 +362,7 @@ def with_table(worker_index: int, device_index: int) -> TableModel:
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_worker_processes_of_a_loader_go_on_where_they_were(persistent: bool) -> None:
     data = TensorDataset(torch.randn(48, 3), torch.randn(48, 1))
     loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent)
