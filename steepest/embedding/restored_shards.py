@@ -20,6 +20,7 @@ from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.data.storage.files import storage_of
+from steepest.data.storage.nameless import nameless_file
 from steepest.data.storage.places import StorageError, StoragePlace
 from steepest.errors import ConfigurationError, ResourcesError
 
@@ -78,21 +79,37 @@ class _ElsewhereError(Exception):
 
 @dataclass
 class _Given:
-    """Files that the driver has sent, on this machine's disk, and the bytes that were read of all files."""
+    """Files that the driver has sent, and the bytes that were read of all files.
 
-    folder: tempfile.TemporaryDirectory[str] | None = None
-    names: set[str] = field(default_factory=set)
+    The files have no names on this machine's disk: they are gone with the process, however it ends.
+
+    Attributes:
+        files: the descriptor of each by its name.
+        shards: that were made, by chunk.
+        nbytes: that were read.
+    """
+
+    files: dict[str, int] = field(default_factory=dict)
     shards: dict[int, list[TableShard]] = field(default_factory=dict)
     nbytes: int = 0
 
     def take(self, name: str, data: Any) -> None:
         """Add bytes to a file."""
-        if self.folder is None:
-            self.folder = tempfile.TemporaryDirectory(prefix="steepest-rows-")
-        with (Path(self.folder.name) / name).open("ab") as file:
-            file.write(data)
-        self.names.add(name)
+        if name not in self.files:
+            self.files[name] = nameless_file(tempfile.gettempdir())
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self.files[name], rest) :]
         self.nbytes += len(data)
+
+    def path(self, name: str) -> Path:
+        """Return by what a file can be opened."""
+        return Path(f"/proc/self/fd/{self.files[name]}")
+
+    def close(self) -> None:
+        """Let the files go."""
+        for descriptor in self.files.values():
+            os.close(descriptor)
 
 
 class RestoredShards:
@@ -128,7 +145,7 @@ class RestoredShards:
         try:
             for chunk in wanted.chunks:
                 given.shards.setdefault(chunk, [])
-            if lacks := _out_of_reach(wanted, given.names):
+            if lacks := _out_of_reach(wanted, given.files):
                 return RowsRead(lacks=lacks)
             reader = _Reader(given)
             for group in sorted(set(map(wanted.dealing.group_of, wanted.chunks))):
@@ -183,8 +200,8 @@ class RestoredShards:
         """Forget what was made and read."""
         with self._lock:
             made = self._made.pop(number, None)
-        if made is not None and made.folder is not None:
-            made.folder.cleanup()
+        if made is not None:
+            made.close()
 
 
 class _UnfitError(Exception):
@@ -274,10 +291,8 @@ class _Reader:
         key = f"{file.folder}/{file.name}"
         if key not in self._read:
             try:
-                if file.name in self._given.names:
-                    assert self._given.folder is not None
-                    path = Path(self._given.folder.name) / file.name
-                    self._read[key] = read_tensors(path, file.about)
+                if file.name in self._given.files:
+                    self._read[key] = read_tensors(self._given.path(file.name), file.about)
                 else:
                     self._read[key] = file.tensors(self._note)
             except StorageError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -154,5 +153,4 @@ class RowWriter:
 
     def _discard(self) -> None:
         """Remove the files of a checkpoint that was given up."""
-        with contextlib.suppress(Exception):
-            self._storage.discard(self._names)
+        self._storage.discard(self._names)

@@ -154,9 +154,7 @@ def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(
             pass
     with pytest.raises(CheckpointError, match="write_timeout=600"):
         found.close(None)
-    assert all(
-        thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
-    )
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
     with pytest.raises(
         CheckpointError, match="keeps its own there"
     ):  # what hangs may yet write there

@@ -49,7 +49,7 @@ def read(file: Path, content: str, *given: str) -> Any:
 
 def test_a_file_has_options_and_the_command_line_wins(tmp_path: Path) -> None:
     content = (
-        "workers: '2:4'\nseed: 7\npage: true\nno_progress: false\nmax-failures: 5\n"
+        "workers: 2:4\nseed: 7\npage: true\nno_progress: false\nmax-failures: 5\n"
         "log: [tensorboard=runs, mlflow]\nstrategy: allreduce\n"
     )
     found = read(tmp_path / "job.yaml", content, "--strategy", "local", "--seed=8")
@@ -59,18 +59,24 @@ def test_a_file_has_options_and_the_command_line_wins(tmp_path: Path) -> None:
     assert read(tmp_path / "empty.yaml", "# nothing\n").workers == "1"
 
 
+def test_an_option_that_is_cut_short_names_the_file_too(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("workers: 3")
+    given = with_file(parser(), ["train.py", "--conf", str(tmp_path / "job.yaml")])
+    assert parser().parse_args(given).workers == "3"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ("worker: 4", "has 'worker', which is no option of .*run: give some of .*workers"),
         ("config: other.yaml", "has 'config', which is no option"),
-        ("page: 3", "page is 3: give true or false"),
-        ("workers: true", "workers is True: give a number or a text"),
+        ("page: 3", "page is '3': give true or false"),
+        ("workers:", "workers is '': give a number or a text"),
         ("workers: {least: 2}", "give a number or a text"),
         ("seed: [1, 2]", "seed has 2 values: give one"),
         ("[workers]", "has list: give a mapping"),
         ("workers: [", "job.yaml: while parsing"),
-        ("x: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("seed: !!python/object/apply:os.getcwd []", "seed has 0 values"),
     ],
 )
 def test_what_a_file_cannot_have_is_refused(tmp_path: Path, content: str, says: str) -> None:

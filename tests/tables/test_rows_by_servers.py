@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -243,3 +245,17 @@ def test_an_id_with_two_rows_is_damage(tmp_path: Path) -> None:
         ):
             sgd.restore(tmp_path / "damaged")
         assert torch.equal(sgd.export_table("words").values, before.values)
+
+
+def test_files_that_are_sent_have_no_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a process that is killed meanwhile leaves nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shards, before = RestoredShards(), set(os.listdir("/proc/self/fd"))
+    for part in (b"some", b" bytes"):
+        shards.take_file(-1, "tables-1.safetensors", np.frombuffer(part, np.uint8))
+    assert shards._of(-1).path("tables-1.safetensors").read_bytes() == b"some bytes"
+    assert not list(tmp_path.iterdir())
+    shards.drop(-1)
+    assert set(os.listdir("/proc/self/fd")) == before

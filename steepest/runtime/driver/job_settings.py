@@ -42,7 +42,7 @@ def _optimizer(job: Job) -> str:
     said = ", ".join(
         f"{name}={value!r}"
         for name, value in hyper.items()
-        if value not in (None, False, 0, 0.0) and isinstance(value, (bool, int, float, tuple, list))
+        if isinstance(value, (bool, int, float, tuple, list)) and value
     )
     more = f" and {len(spec.groups) - 1} further groups" if len(spec.groups) > 1 else ""
     return f"{spec.name}({said}){more}"
@@ -58,7 +58,9 @@ def _in_words(config: Any) -> str:
         default = each.default
         if each.default_factory is not MISSING:
             default = each.default_factory()
-        if each.init and value != default:
+        if each.init and repr(value) != repr(
+            default
+        ):  # tensors, of a user's own, have no one truth
             said.append(f"{each.name}={value!r}")
     return f"{type(config).__name__}({', '.join(said)})"
 

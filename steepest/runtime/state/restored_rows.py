@@ -20,7 +20,7 @@ from steepest.data.storage.places import StorageError
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.restored_shards import RowsRead, RowsWanted
 from steepest.embedding.row_files import ON_DISK
-from steepest.errors import CheckpointError, DeadlineError
+from steepest.errors import CheckpointError, DeadlineError, listed
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
@@ -158,7 +158,8 @@ class RestoredRows:
                     known, until = read, system().now() + limit
                     cluster.extend_deadline()
                 elif system().now() > until:
-                    raise DeadlineError(f"no rows of a checkpoint were read for {limit:g} s")
+                    late = listed(cluster.names(calls))
+                    raise DeadlineError(f"{late} read no rows of a checkpoint for {limit:g} s")
             cluster.extend_deadline()
             names = cluster.names(calls)
             return dict(
