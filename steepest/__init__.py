@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
     from steepest.loop.calls import epochs as epochs
     from steepest.loop.calls import gather as gather
+    from steepest.loop.calls import leaving as leaving
     from steepest.loop.calls import prepare as prepare
     from steepest.loop.calls import rank as rank
     from steepest.loop.calls import register as register
@@ -148,6 +149,7 @@ _MODULES = {
     "clip_grad_norm_": "loop.calls",
     "epochs": "loop.calls",
     "gather": "loop.calls",
+    "leaving": "loop.calls",
     "plan": "planning.plan",
     "prepare": "loop.calls",
     "rank": "loop.calls",

@@ -455,6 +455,25 @@ def rank() -> int:
 
 
 @_told
+def leaving() -> float | None:
+    """Return when this worker's node will be gone; None while it is to stay, and outside of `steepest.run`.
+
+    A cloud announces it, or an administrator; the job then starts a worker elsewhere, which goes on in this one's
+    place after some step. The runtime is asked once a second at most. Workers may hear of it at different steps, and
+    those of other nodes never: if all are to act on it, `gather` what each has heard.
+
+    Returns:
+        The seconds of `time.time` at that moment; `math.inf` if none was said.
+
+    Example:
+        >>> leaving() is None
+        True
+    """
+    loop = calling("leaving")
+    return None if loop is None else loop.notices.leaving()
+
+
+@_told
 def size() -> int:
     """Return the number of workers; 1 outside of `steepest.run`. It may change while the job runs."""
     return _of("size", 1)

@@ -29,6 +29,7 @@ from steepest.loop.loop_states import LoopStates, Rounds, kept_at
 from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, line_of_user, watched
 from steepest.loop.mistakes import explained
+from steepest.loop.notices import Notices
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.place import LoopPlace
 from steepest.loop.prepared import Ask, Batch, Prepared
@@ -62,6 +63,7 @@ class UserLoop:
 
     Attributes:
         states: what another worker goes on with.
+        notices: what it hears of its node's end.
         steps: those of its optimizers.
         prepared: what the function has given to `prepare`; `cursor` and `sums` are of that.
         taken: the last batch that the loop took; `stepped` says whether its step was taken.
@@ -90,6 +92,7 @@ class UserLoop:
         self.ahead = ahead
         self._paced = paced
         self._function = function
+        self.notices = Notices()
         self.unseen = Unseen()  # writes to gradients that torch does not count
         self.prepared: Prepared | None = None
         # of that, as it is asked for often: where the loop is, if all workers go through the same batches; whether

@@ -1,4 +1,7 @@
-"""Signals to the driver: SIGTERM ends it as Ctrl-C does, SIGUSR1 prints what each process is doing."""
+"""Signals to the driver: SIGTERM ends it as Ctrl-C does, SIGUSR1 prints what each process is doing.
+
+SIGUSR2 announces that the machine will go, where all processes are on it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -81,21 +85,44 @@ def report_on_sigusr1(context: Watched) -> None:
     """
     global _installed_in
     _watched.add(context)
-    if system().current() is threading.main_thread() and _is_free():
+    if system().current() is threading.main_thread() and _is_free("SIGUSR1"):
         _installed_in = os.getpid()
         signal.signal(signal.SIGUSR1, _begin_report)
 
 
-def _is_free() -> bool:
-    """Return whether SIGUSR1 exists, and would end this process."""
-    if not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+class _OnNotice:
+    """A handler that calls a function in the process that has made it, not in forks of that."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function, self._process = function, os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._function()
+
+
+def on_sigusr2(function: Callable[[], None]) -> None:
+    """Call a function at each SIGUSR2, and no longer what an earlier call of this gave.
+
+    A user's own handler stays; on other threads than the main one nothing happens.
+    """
+    if system().current() is not threading.main_thread():
+        return
+    if _is_free("SIGUSR2") or isinstance(signal.getsignal(signal.SIGUSR2), _OnNotice):
+        signal.signal(signal.SIGUSR2, _OnNotice(function))
+
+
+def _is_free(name: str) -> bool:
+    """Return whether a signal exists, and would end this process."""
+    number = getattr(signal, name, None)
+    if number is None or signal.getsignal(number) is not signal.SIG_DFL:
         return False
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return True
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    return not caught >> (signal.SIGUSR1 - 1) & 1
+    return not caught >> (number - 1) & 1
 
 
 def _begin_report(number: int, frame: FrameType | None) -> None:

@@ -57,3 +57,20 @@ def test_callbacks_hear_of_a_notice_before_anything_has_moved(seconds: float, wh
         rf"{re.escape(gone)} will go {when}: .*worker 3 (is|are) to move away .*", line
     ), line
     assert gone not in hosts
+
+
+@pytest.mark.few(1)
+def test_a_node_that_is_alone_is_announced_and_training_goes_on() -> None:
+    """Where no other node can be had, nothing moves, and no room is looked for."""
+    simulation = Simulation(3, cpus=(4,))
+    simulation.runtime.may_grow = False
+    notice = Notice(simulation, 0.0)
+    with (
+        simulation.running(),
+        DistributedSGD(linear_model_creator(), 2, run_config=run_config()) as sgd,
+    ):
+        while not notice.heard:
+            sgd.fit(steps=20, callbacks=[notice], progress=False)
+        sgd.fit(steps=20, callbacks=[notice], progress=False)
+        assert [event.kind for event in sgd.stats().events] == ["draining"]
+    assert notice.heard[0].line.endswith("no other node to move to")

@@ -22,6 +22,7 @@ from steepest.core.system import system
 from steepest.runtime.answers import Answer
 from steepest.runtime.job_runtime import CallError, CallRaisedError, ProcessDiedError
 from steepest.runtime.machine.launching import searched, start_template
+from steepest.runtime.machine.notice import Notice
 from steepest.runtime.machine.parcels import Frames, OpenParcel, Parcel, ParcelCall, opened
 
 _LINES = 12
@@ -250,10 +251,14 @@ def _in_words(status: int) -> str:
 
 
 class ForkServer:
-    """The template, and the thread that hears from it how processes have started and ended."""
+    """The template, and the thread that hears from it how processes have started and ended.
 
-    def __init__(self) -> None:
-        self._process, sock = start_template()
+    Args:
+        notice: that its processes share.
+    """
+
+    def __init__(self, notice: Notice) -> None:
+        self._process, sock = start_template(notice.descriptor)
         self._frames = Frames(sock)
         self._numbers = itertools.count(1)
         self._forks: dict[int, ForkedProcess] = {}

@@ -20,16 +20,20 @@ _PROGRAM = (
 FORK_DESCRIPTORS = 3
 
 
-def start_template() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a template; return its process, and this end of its socket, without waiting for its imports."""
+def start_template(notice: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a template; return its process, and this end of its socket, without waiting for its imports.
+
+    Args:
+        notice: descriptor of `Notice`.
+    """
     own, theirs = socket.socketpair()
     driver = os.pidfd_open(os.getpid())
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(driver)],
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(driver), str(notice)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), driver),
+            pass_fds=(theirs.fileno(), driver, notice),
             env={**environment_of_process(), **dict.fromkeys(_THREADS, "1")},
             start_new_session=True,  # Ctrl-C is the driver's
         )

@@ -14,19 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from steepest.runtime.job_runtime import CallRaisedError, UnreadableError, use
+from steepest.runtime.machine.notice import Notice
 from steepest.runtime.machine.parcels import Frames, Parcel, ParcelCall, opened, packed
 from steepest.runtime.machine.runtime import MachineRuntime
 
 
-def serve(sock: socket.socket, name: str) -> None:
+def serve(sock: socket.socket, name: str, notice: Notice) -> None:
     """Make the body of the first request, and run its methods; does not return.
 
     The process ends when the driver has closed the socket, whatever it is doing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, who ends this process
+    signal.signal(
+        signal.SIGUSR2, signal.SIG_IGN
+    )  # so is the notice, also where a scheduler signals all
     frames = Frames(sock)
     answers: queue.SimpleQueue[tuple[Any, Parcel | None]] = queue.SimpleQueue()
-    use(MachineRuntime(lambda called: answers.put((("named", called), None))))
+    use(MachineRuntime(lambda called: answers.put((("named", called), None)), notice))
     coming: queue.SimpleQueue[tuple[int, Parcel]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(frames, coming), daemon=True).start()
     threading.Thread(target=_send, args=(frames, answers), daemon=True).start()

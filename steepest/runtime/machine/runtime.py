@@ -17,8 +17,10 @@ from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.runtime.job_runtime import Call, Group, LateError
 from steepest.runtime.machine.forked import ForkedProcess, ForkServer
+from steepest.runtime.machine.notice import Notice
 from steepest.runtime.machine.parcels import ParcelCall, packed
 from steepest.runtime.own_process import OwnProcess
+from steepest.runtime.signals import on_sigusr2
 
 HOST = "127.0.0.1"
 _NODE = "this machine"
@@ -56,13 +58,19 @@ class MachineRuntime(OwnProcess):
 
     Args:
         show_name: in one of the processes, tells the program its name.
+        notice: in one of the processes, the program's.
     """
 
     name, in_words = "processes", "this machine"
     node, host, may_grow, shares = _NODE, HOST, False, True
 
-    def __init__(self, show_name: Callable[[str], object] = lambda name: None) -> None:
+    def __init__(
+        self,
+        show_name: Callable[[str], object] = lambda name: None,
+        notice: Notice | None = None,
+    ) -> None:
         self._show_name = show_name
+        self._notice = notice or Notice()
         self._template: ForkServer | None = None  # it stays until this program ends
         self._begun = 0  # how often it was connected
         self.is_up = False
@@ -82,6 +90,7 @@ class MachineRuntime(OwnProcess):
         if self.is_up:
             return False
         self.is_up, self._begun = True, self._begun + 1
+        on_sigusr2(self._notice.give)
         self._living_template()
         return True
 
@@ -90,7 +99,7 @@ class MachineRuntime(OwnProcess):
             self._template.end()  # else its number stays taken
             self._template = None
         if self._template is None:
-            self._template = ForkServer()
+            self._template = ForkServer(self._notice)
         return self._template
 
     def shutdown(self) -> None:
@@ -197,8 +206,8 @@ class MachineRuntime(OwnProcess):
         return {_NODE: self.total()}
 
     def leaving_nodes(self) -> dict[str, float]:
-        """Return none."""
-        return {}
+        """Return this machine, at a time that is not known, once this program had SIGUSR2."""
+        return {_NODE: 0.0} if self._notice.is_given else {}
 
     def free_by_node(self) -> dict[str, dict[str, float]]:
         """Return what no group has."""

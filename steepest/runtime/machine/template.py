@@ -22,6 +22,7 @@ from typing import Any
 from steepest.config.run import environment_of_process, set_environment
 from steepest.runtime.machine import process
 from steepest.runtime.machine.launching import FORK_DESCRIPTORS
+from steepest.runtime.machine.notice import Notice
 from steepest.runtime.machine.parcels import Frames
 
 #: What processes use, imported before the first fork.
@@ -34,7 +35,7 @@ MODULES = (
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG, see prctl(2)
 
 
-def serve(control: int, driver: int) -> None:
+def serve(control: int, driver: int, notice: int) -> None:
     """Import what processes use, then fork one for each request, until the driver ends; does not return.
 
     A request has a number and what `begin_as` takes, with the three descriptors of the process. It is answered by
@@ -44,6 +45,7 @@ def serve(control: int, driver: int) -> None:
     Args:
         control: descriptor of the socket to the driver.
         driver: descriptor of the driver's process.
+        notice: descriptor of `Notice`.
 
     Raises:
         RuntimeError: an import has started a thread, which forks would not have.
@@ -65,11 +67,11 @@ def serve(control: int, driver: int) -> None:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 frames.send(("ended", number, status))
             else:
-                _fork(frames, driver, forks)
+                _fork(frames, driver, notice, forks)
     os._exit(0)
 
 
-def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> None:
+def _fork(frames: Frames, driver: int, notice: int, forks: dict[int, tuple[int, int]]) -> None:
     """Fork the process of the next request."""
     try:
         (number, settings), _, ends = frames.receive(FORK_DESCRIPTORS)
@@ -80,7 +82,7 @@ def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> Non
     if pid == 0:
         for descriptor in (frames.socket.fileno(), driver, *forks):
             os.close(descriptor)
-        begin_as(settings, ends, parent)
+        begin_as(settings, ends, parent, notice)
     for descriptor in ends:
         os.close(descriptor)
     descriptor = os.pidfd_open(pid)
@@ -88,13 +90,14 @@ def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> Non
     frames.send(("started", number, pid), descriptors=[descriptor])
 
 
-def begin_as(settings: Mapping[str, Any], ends: Sequence[int], parent: int) -> None:
+def begin_as(settings: Mapping[str, Any], ends: Sequence[int], parent: int, notice: int) -> None:
     """Become a process of a job; does not return.
 
     Args:
         settings: the "environment", "directory", "path" where modules are looked for, and "name".
         ends: descriptors of the socket to the driver, of its standard output, and of its standard error.
         parent: the template's number.
+        notice: descriptor of `Notice`.
     """
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended meanwhile
@@ -111,7 +114,7 @@ def begin_as(settings: Mapping[str, Any], ends: Sequence[int], parent: int) -> N
     os.chdir(settings["directory"])
     sys.path[:] = settings["path"]
     _draw_anew()
-    process.serve(socket.socket(fileno=sock), settings["name"])
+    process.serve(socket.socket(fileno=sock), settings["name"], Notice(notice))
 
 
 def _draw_anew() -> None:

@@ -93,8 +93,12 @@ class Leaving:
         self._patience = min([cluster.run_config.deadlines.start, *left])
         if not going:
             return
+        stays = runtime().may_grow or bool(runtime().nodes().keys() - going.keys())
         if why == _WILL_GO:
-            self._tell(going)
+            self._tell(going, moves=stays)
+        if not stays:  # there will never be another node
+            self.nodes = frozenset()
+            return
         workers = sum(peer.role == "worker" for peer in self.peers)
         try:
             if workers:
@@ -106,7 +110,7 @@ class Leaving:
             log.warning("%s", error)
             self.nodes = frozenset()
 
-    def _tell(self, going: Mapping[str, float]) -> None:
+    def _tell(self, going: Mapping[str, float], *, moves: bool) -> None:
         """Log, once for each node, that it goes, when, and what is moved away from it."""
         places = self._cluster.places
         for node in sorted(going.keys() - self._told):
@@ -114,9 +118,13 @@ class Leaving:
             peers = sorted(peer for peer, place in places.items() if place.node == node)
             left = max(going[node] - system().time(), 0.0)
             when = f"in {left:.0f} s" if going[node] else "at a time that is not known"
+            host = f"{places[peers[0]].host} {_WILL_GO} {when}"
+            if not moves:
+                self._cluster.note("draining", f"{host}, and there is no other node to move to")
+                continue
             self._cluster.note(
                 "draining",
-                f"{places[peers[0]].host} {_WILL_GO} {when}: {', '.join(map(str, peers))} "
+                f"{host}: {', '.join(map(str, peers))} "
                 f"{'is' if len(peers) == 1 else 'are'} to move away while training goes on",
             )
 
