@@ -12,8 +12,11 @@ from steepest.checkpoint.exported_table import ExportedTable
 from steepest.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from steepest.tables.state import TableState
+    from steepest.tables.shard import TableShard
     from steepest.tables.table import Table
+
+
+PIECE_ROWS = 1 << 15  # that are copied at once
 
 
 class ImportedRows(NamedTuple):
@@ -58,34 +61,44 @@ def imported_rows(table: Table, rows: Any) -> ImportedRows:
     return ImportedRows(ids, values)
 
 
-def with_given(
-    state: TableState, version: int, number: int, table: Table, rows: ImportedRows
-) -> tuple[TableState, int]:
-    """Return a shard's state with rows in place of those of their ids, and how many had rows.
+def load_with_imported(
+    shard: TableShard, before: TableShard, number: int, rows: ImportedRows
+) -> int:
+    """Load a shard's rows into another one, with rows of a user's in place of those of their ids.
 
     Their slots begin anew, and ids that filters have counted are admitted.
 
     Args:
-        state: of the shard.
-        version: of that state.
+        shard: without rows.
+        before: the shard.
         number: of the table in its group.
-        table: the table.
         rows: those of this shard.
-    """
-    from steepest.tables.state import increased
 
-    ids, values = rows.ids.numpy(), rows.values.numpy()
+    Returns:
+        How many of the ids had rows.
+
+    Raises:
+        ConfigurationError: the table has no room for them.
+    """
+    table, ids, values = before.tables[number], rows.ids.numpy(), rows.values.numpy()
+    of = np.full(len(ids), number, np.int32)
+    seen = before.sightings_of(of, ids)
     first = np.array(table.optimizer.first_slots(table.dim), values.dtype)
-    had = np.isin(state.ids, ids) & (state.tables == number)
-    counted = ~(np.isin(state.counted_ids, ids) & (state.counted_tables == number))
-    seen = dict(zip(state.ids[had].tolist(), state.sightings[had].tolist(), strict=True))
-    changes = replace(
-        state.only(slice(0), counted),
-        tables=np.full(len(ids), number, np.int32),
+    shard.begin_load(before.version, before.clock)
+    for piece in before.pieces(PIECE_ROWS):
+        had = np.isin(piece.ids, ids) & (piece.tables == number)
+        counted = np.isin(piece.counted_ids, ids) & (piece.counted_tables == number)
+        shard.take(piece.only(~had, ~counted))
+    imported = replace(
+        before.nothing(),
+        tables=of,
         ids=ids,
         values=values,
         slots=np.tile(first, (len(ids), 1)),
-        written=np.full(len(ids), version, np.int64),
-        sightings=np.array([seen.get(each, 1) for each in ids.tolist()], np.int32),
+        written=np.full(len(ids), before.version, np.int64),
+        sightings=np.where(seen < 0, 1, seen).astype(np.int32),
     )
-    return increased(state, changes), int(had.sum())
+    shard.take(imported)
+    shard.end_load()
+    shard.require_kept()
+    return int((seen >= 0).sum())

@@ -57,6 +57,11 @@ class SavedFile:
     shards: tuple[int, ...]
     data: bytes = b""
 
+    @property
+    def key(self) -> str:
+        """Its folder and name."""
+        return f"{self.folder}/{self.name}"
+
     def has(self, shard: int) -> bool:
         """Return whether it may have rows of a shard."""
         return not self.shards or shard in self.shards

@@ -125,10 +125,17 @@ class TableMoves:
         """Return the number of tables of a group of the checkpoint."""
         return sum(table.group == old for table in self._before.values())
 
-    def slots_stay(self, group: int, old: int, slots: Any) -> bool:
-        """Return whether a group can go on with the slots (n, k) of a group of the checkpoint."""
+    def moved(self, piece: TableState, old: int, group: int) -> TableState:
+        """Return the rows that a group has of a piece of a group of the checkpoint, with the group's numbers of tables.
+
+        Their slots are the optimizer's first ones if it cannot go on with those that they had.
+        """
         before = next(table for table in self._before.values() if table.group == old)
-        return slots_stay(before.optimizer, slots, self._dealing.groups[group][0])
+        first = self._dealing.groups[group][0]
+        stay = slots_stay(before.optimizer, piece.slots, first)
+        if stay and self.same(group) == old:
+            return piece
+        return moved_rows(piece, self.numbers(group)[old], None if stay else first.optimizer)
 
     def unpushed(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return gradients of rows that a worker has not pushed, see `DelayedRows.state`, for the job's groups."""

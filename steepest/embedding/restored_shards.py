@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -145,11 +147,12 @@ class RestoredShards:
         try:
             for chunk in wanted.chunks:
                 given.shards.setdefault(chunk, [])
-            if lacks := _out_of_reach(wanted, given.files):
+            needed = _needed(wanted)
+            if lacks := _out_of_reach(needed, given.files):
                 return RowsRead(lacks=lacks)
-            reader = _Reader(given)
+            read = _FilesAhead(given, needed)
             for group in sorted(set(map(wanted.dealing.group_of, wanted.chunks))):
-                _read_group(wanted, group, reader, given.shards)
+                _read_group(wanted, group, read, given.shards)
         except _ElsewhereError:
             return RowsRead(elsewhere=True)
         except StorageError as error:
@@ -213,43 +216,42 @@ class _DamagedError(Exception):
 
 
 def _read_group(
-    wanted: RowsWanted, group: int, reader: _Reader, made: Mapping[int, list[TableShard]]
+    wanted: RowsWanted, group: int, read: _FilesAhead, made: Mapping[int, list[TableShard]]
 ) -> None:
-    """Make the shards of one group."""
-    from steepest.checkpoint.row_pieces import RowPieces, pieces_for
+    """Make the shards of one group: each piece that is read is dealt to those of them that have rows of it."""
+    from steepest.checkpoint.row_pieces import mark_for, pieces_for  # need what only tables need
+    from steepest.tables.loading import dealt
+    from steepest.tables.state_checks import require_possible
 
     dealing, saved = wanted.dealing, wanted.saved
-    tables = dealing.groups[group]
-    one_by_one = _is_one_by_one(wanted, group)
-    whole: RowPieces | None = None
+    mark = mark_for(saved, dealing, group)
+    shards: dict[int, list[TableShard]] = {}
     for chunk in wanted.chunks:
-        if dealing.group_of(chunk) != group:
-            continue
-        if one_by_one or whole is None:
-            at = dealing.shard_of(chunk) if one_by_one else None
-            pieces = pieces_for(saved, dealing, group, reader, at)
-            scored = any(getattr(table.eviction, "half_life", None) for table in tables)
-            if scored or tables[0].directory is None:  # scores are compared with all others
-                pieces = pieces.kept(together=scored)
-            try:
-                pieces.require_sound(tables)
-            except ConfigurationError as error:
-                raise _DamagedError(f"{dealing.name(chunk)}: {error}") from error
-            whole = pieces
-        assert whole is not None
-        shard = dealing.make(chunk, whole.mark.seed)
-        if one_by_one and not shard.has_all_of(whole):
-            raise _ElsewhereError
-        nothing = [replace(shard.export(), counters={})]
+        if dealing.group_of(chunk) == group:
+            shard = dealing.make(chunk, mark.seed)
+            shard.begin_load(mark.updates, mark.clock)
+            shard.take(shard.nothing())  # the checkpoint may have no rows of it
+            made[chunk].append(shard)
+            shards.setdefault(dealing.shard_of(chunk), []).append(shard)
+    one_by_one = _is_one_by_one(wanted, group)
+    try:
+        for piece in pieces_for(saved, dealing, group, read, shards if one_by_one else None):
+            require_possible(piece, dealing.groups[group], mark.updates)
+            for at, part in dealt(piece, dealing.spreads[group]):
+                if one_by_one and at not in shards and len(part.ids) + len(part.counted_ids):
+                    raise _ElsewhereError
+                for shard in shards.get(at, ()):
+                    shard.take(part)
+        loaded = list(itertools.chain.from_iterable(shards.values()))
+        for shard in loaded:
+            shard.end_load()
+    except ConfigurationError as error:
+        raise _DamagedError(f"embedding tables: {error}") from error
+    for shard in loaded:
         try:
-            shard.load(whole if len(whole) else nothing, whole.mark.updates, whole.mark.clock)
+            shard.require_kept()
         except ConfigurationError as error:
             raise _UnfitError(str(error)) from error
-        try:
-            shard.require_distinct()
-        except ConfigurationError as error:
-            raise _DamagedError(f"{dealing.name(chunk)}: {error}") from error
-        made[chunk].append(shard)
 
 
 def _is_one_by_one(wanted: RowsWanted, group: int) -> bool:
@@ -259,47 +261,77 @@ def _is_one_by_one(wanted: RowsWanted, group: int) -> bool:
     return alike and not wanted.dealt
 
 
-def _out_of_reach(wanted: RowsWanted, given: Collection[str]) -> list[str]:
-    """Return the files that are needed, and cannot be reached from here."""
-    dealing, saved, needed = wanted.dealing, wanted.saved, set[int]()
-    moves = TableMoves(saved.tables, dealing)
-    for chunk in wanted.chunks:
-        group = dealing.group_of(chunk)
+def _needed(wanted: RowsWanted) -> list[SavedFile]:
+    """Return the files that have rows of the shards, in the order in which they are read first."""
+    dealing, saved = wanted.dealing, wanted.saved
+    moves, found = TableMoves(saved.tables, dealing), dict[str, SavedFile]()
+    for group in sorted(set(map(dealing.group_of, wanted.chunks))):
+        mine = {
+            dealing.shard_of(chunk) for chunk in wanted.chunks if dealing.group_of(chunk) == group
+        }
         alike = _is_one_by_one(wanted, group)
         for old in moves.numbers(group):
-            shards = (dealing.shard_of(chunk),) if alike else range(saved.shards)
-            needed |= {old * saved.shards + at for at in shards}
-    folders = {file.folder for layer in saved.layers for file in layer.files}
+            for at in sorted(mine) if alike else range(saved.shards):
+                number = old * saved.shards + at
+                found |= {
+                    file.key: file
+                    for layer in saved.layers
+                    for file in layer.files
+                    if file.has(number)
+                }
+    return list(found.values())
+
+
+def _out_of_reach(needed: Iterable[SavedFile], given: Collection[str]) -> list[str]:
+    """Return those of some files that cannot be reached from here."""
+    folders = {file.folder for file in needed}
     away = {folder for folder in folders if folder is None or not reaches(folder / MANIFEST)}
-    return [
-        file.name
-        for layer in saved.layers
-        for file in layer.files
-        if file.folder in away and file.name not in given and any(map(file.has, needed))
-    ]
+    return [file.name for file in needed if file.folder in away and file.name not in given]
 
 
-class _Reader:
-    """Files of checkpoints, each read once."""
+class _FilesAhead:
+    """Files of checkpoints, each read and checked once, on a thread: while one is used, the next one is read.
 
-    def __init__(self, given: _Given) -> None:
-        self._given = given
-        self._read: dict[str, dict[str, torch.Tensor]] = {}
+    Args:
+        given: that the driver has sent; takes the number of bytes read.
+        order: in which files are asked for first.
+    """
+
+    def __init__(self, given: _Given, order: Sequence[SavedFile]) -> None:
+        self._given, self._left = given, list(reversed(order))
+        self._read: dict[str, Future[dict[str, torch.Tensor]]] = {}
 
     def __call__(self, file: SavedFile) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a file."""
-        key = f"{file.folder}/{file.name}"
-        if key not in self._read:
+        while file.key not in self._read:
+            self._begin()
+        try:
+            found = system().result(self._read[file.key])
+        except StorageError:
+            raise
+        except (OSError, ValueError) as error:
+            raise _DamagedError(f"{file.name}: {error}") from error
+        if self._left and all(read.done() for read in self._read.values()):
+            self._begin()
+        return found
+
+    def _begin(self) -> None:
+        """Begin to read the next file."""
+        file, read = self._left.pop(), Future[dict[str, torch.Tensor]]()
+        self._read[file.key] = read
+
+        def fill() -> None:
             try:
-                if file.name in self._given.files:
-                    self._read[key] = read_tensors(self._given.path(file.name), file.about)
-                else:
-                    self._read[key] = file.tensors(self._note)
-            except StorageError:
-                raise
-            except (OSError, ValueError) as error:
-                raise _DamagedError(f"{file.name}: {error}") from error
-        return self._read[key]
+                read.set_result(self._tensors(file))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the file is used
+                read.set_exception(error)
+
+        system().start(fill, "steepest-rows")
+
+    def _tensors(self, file: SavedFile) -> dict[str, torch.Tensor]:
+        if file.name in self._given.files:
+            return read_tensors(self._given.path(file.name), file.about)
+        return file.tensors(self._note)
 
     def _note(self, count: int) -> None:
         self._given.nbytes += count

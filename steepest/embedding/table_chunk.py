@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -11,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.checkpoint.imported_rows import ImportedRows, with_given
-from steepest.checkpoint.row_pieces import NO_ARRAYS, snapshot_pieces
+from steepest.checkpoint.imported_rows import ImportedRows, load_with_imported
+from steepest.checkpoint.row_pieces import NO_ARRAYS, state_of
 from steepest.checkpoint.row_values import narrow, wide
+from steepest.checkpoint.saved_rows import ShardMark
 from steepest.core.engine.chunk_store import ChunkStore, StagedPush
 from steepest.core.messages.message import PushId
 from steepest.core.optim.spec import Hyperparameters
@@ -81,9 +83,11 @@ class TableChunk(ChunkStore):
             assert made is not None
             return made
         records = self.files.records(number, self.chunk.index)
-        pieces = snapshot_pieces(records, len(self._tables))
-        shard = self._dealing.make(self.chunk.index, pieces.mark.seed)
-        shard.load(pieces, pieces.mark.updates, pieces.mark.clock)
+        pieces = ({about["key"]: value for about, value in piece} for piece in records)
+        first = next(pieces)
+        mark = ShardMark.of(first)
+        shard = self._dealing.make(self.chunk.index, mark.seed)
+        shard.load(map(state_of, itertools.chain([first], pieces)), mark.updates, mark.clock)
         return shard
 
     def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
@@ -92,12 +96,9 @@ class TableChunk(ChunkStore):
         Raises:
             ConfigurationError: the table has no room for them.
         """
-        number, before = self._table_names.index(name), self.rows
-        table = self._tables[number]
-        state, replaced = with_given(before.export(), before.version, number, table, rows)
-        shard = self._dealing.make(self.chunk.index, before.seed)
-        shard.load([state], before.version, before.clock)
-        return shard, replaced
+        shard = self._dealing.make(self.chunk.index, self.rows.seed)
+        number = self._table_names.index(name)
+        return shard, load_with_imported(shard, self.rows, number, rows)
 
     def _number_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> int:
         """Return the number of what a state stands for; ProtocolError: this process does not have it."""

@@ -9,13 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
-from steepest.tables.eviction import LRU, Policy
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.spread import Spread
-from steepest.tables.state import TableState
 from steepest.tables.table import Table
 
-Places = npt.NDArray[np.intp]
 _BOUNDLESS = 2**62  # more rows than there can be
 
 
@@ -95,43 +92,14 @@ class Capacities:
         excess = (alive + made - self.rows).clip(0)
         return Plan(admitted, made, wanted - made, excess)
 
-    def most_used(self, states: Sequence[TableState], mine: Sequence[Places]) -> list[Places]:
-        """Return which rows of several states, of those of this shard (`mine`), stay as tables are filled up.
+    def over(self, held: Int64s) -> list[int]:
+        """Return the tables that have no room for so many rows each."""
+        return list(map(int, np.flatnonzero(held > self.rows)))
 
-        Raises:
-            ConfigurationError: a table that does not evict has more rows than its capacity.
-        """
-        tables = _taken("tables", states, mine)
-        held = np.bincount(tables, minlength=len(self.rows))
-        over = np.flatnonzero(held > self.rows)
-        if not len(over):
-            return list(mine)
-        keep, ids = np.ones(len(tables), np.bool_), _taken("ids", states, mine)
-        for table in map(int, over):
-            described, rows = self._tables[table], self.rows[table]
-            if not self._evicts[table]:
-                raise ConfigurationError(
-                    f"table {described.name!r} has {held[table]} rows here, {self._described(table)}: "
-                    "raise it, or give eviction=LRU() or LFU()"
-                )
-            uses = _taken(_use_of(described.eviction), states, mine)
-            of = np.flatnonzero(tables == table)
-            keep[of[np.lexsort((ids[of], uses[of]))[: held[table] - rows]]] = False
-        parts = np.split(keep, np.cumsum([len(places) for places in mine])[:-1])
-        return [places[part] for places, part in zip(mine, parts, strict=True)]
-
-
-def _use_of(policy: Policy | None) -> str:
-    """Return the array of a state by which a policy compares rows."""
-    if isinstance(policy, LRU):
-        return "written"
-    return "scores" if policy is not None and policy.half_life is not None else "sightings"
-
-
-def _taken(
-    name: str, states: Sequence[TableState], mine: Sequence[Places]
-) -> npt.NDArray[np.integer]:
-    """Return an array of states, only what is `mine` of each, as one."""
-    parts = [getattr(state, name)[places] for state, places in zip(states, mine, strict=True)]
-    found: npt.NDArray[np.integer] = np.concatenate(parts)
-    return found
+    def require_kept(self, held: Int64s, alive: Int64s) -> None:
+        """Check that a table lost rows of those that it was to hold only if it evicts; ConfigurationError otherwise."""
+        for table in np.flatnonzero((held > alive) & ~self._evicts).tolist():
+            raise ConfigurationError(
+                f"table {self._tables[table].name!r} has {held[table]} rows here, {self._described(table)}: "
+                "raise it, or give eviction=LRU() or LFU()"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -154,6 +154,22 @@ def _take(size: int, version: int, heap: Heap, taken: Int32s) -> int:
     return size
 
 
+class HasUses(Protocol):
+    """Rows with how they are used, as arrays; `Blocks` and `TableState` are such."""
+
+    @property
+    def written(self) -> Int64s:
+        """The version that wrote each row last."""
+
+    @property
+    def sightings(self) -> Int32s:
+        """How often each row's id was in a push."""
+
+    @property
+    def scores(self) -> Int64s | None:
+        """See `steepest.tables.scores`."""
+
+
 class Use:
     """The rows of one full table by use: exact LRU or LFU, in 12 bytes a row.
 
@@ -166,13 +182,22 @@ class Use:
         self._keys, self._numbers = Reserved(capacity, np.int64), Reserved(capacity, np.int32)
         self._size = 0
 
-    def _heap(self, blocks: Blocks) -> Heap:
-        uses: npt.NDArray[np.integer] = blocks.sightings
+    def of_state(self, rows: HasUses) -> npt.NDArray[np.integer]:
+        """Return by what rows are compared: those with the least go first, of equal ones the least id."""
         if isinstance(self._policy, LRU):
-            uses = blocks.written
-        elif self._policy.half_life is not None:
-            assert blocks.scores is not None
-            uses = blocks.scores
+            return rows.written
+        if self._policy.half_life is None:
+            return rows.sightings
+        assert rows.scores is not None
+        return rows.scores
+
+    def present(self, blocks: Blocks) -> tuple[Int32s, npt.NDArray[np.integer]]:
+        """Return the numbers of the rows, and by what they are compared."""
+        numbers = self._numbers.array[: self._size].copy()
+        return numbers, self.of_state(blocks)[numbers]
+
+    def _heap(self, blocks: Blocks) -> Heap:
+        uses = self.of_state(blocks)
         return Heap(self._keys.array, self._numbers.array, blocks.ids, uses, blocks.written)
 
     def enter(self, numbers: Int32s, blocks: Blocks) -> None:

@@ -14,6 +14,8 @@ ends at once in most buckets, and a removal leaves no trace.
 
 from __future__ import annotations
 
+import math
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ BUCKETS = 512  # of a segment, a power of two
 ENTRIES = 5  # of a bucket
 _TURN = 256  # ids whose buckets are read at once
 _FULL = int(0.85 * BUCKETS * ENTRIES)
+_EXPECTED = 0.92 * _FULL  # so that chance fills few segments further
 _ROWS, _PASSED = 10, 15  # where a bucket, as int32, has its row numbers plus one, and its count
 _BITS = 30  # of a hash, which lead to a segment
 _LOW = np.uint64(BUCKETS - 1)
@@ -159,16 +162,30 @@ def _split(segment: int, fresh: int, bit: np.uint64, index: Segments) -> None:
 @kernel
 def _insert(
     tables: Int32s, ids: Int64s, numbers: Int32s, begin_at: int, index: Segments
-) -> tuple[int, int]:
-    """Enter ids from `begin_at` on; return their number and 0, or where one's segment is full, and its spread hash."""
-    for at in range(begin_at, len(ids)):
-        hashed = mix(np.uint64(ids[at]))
-        segment = _segment(hashed, tables[at], index)
-        if index.fills[segment] >= _FULL:
-            return at, np.int64(_spread(hashed))
-        index.fills[segment] += 1
-        _put(segment * BUCKETS, np.int64(hashed & _LOW), ids[at], numbers[at], index)
-    return len(ids), 0
+) -> tuple[int, int, int]:
+    """Enter ids from `begin_at` on; return their number and 0, or where it ends before.
+
+    That is at an id whose segment is full: its spread hash is returned too; or at one that is there: -1 is.
+    """
+    # In turns, as `_find`.
+    read = 0
+    for begin in range(begin_at, len(ids), _TURN):
+        end = min(begin + _TURN, len(ids))
+        for at in range(begin, end):
+            hashed = mix(np.uint64(ids[at]))
+            segment = _segment(hashed, tables[at], index)
+            read += index.keys[segment * BUCKETS + np.int64(hashed & _LOW), 0]
+        for at in range(begin, end):
+            hashed = mix(np.uint64(ids[at]))
+            segment = _segment(hashed, tables[at], index)
+            if index.fills[segment] >= _FULL:
+                return at, np.int64(_spread(hashed)), read
+            bucket = segment * BUCKETS + np.int64(hashed & _LOW)
+            if _row_in(bucket, ids[at], index) or _row_beyond(bucket, ids[at], index):
+                return at, -1, read
+            index.fills[segment] += 1
+            _put(segment * BUCKETS, np.int64(hashed & _LOW), ids[at], numbers[at], index)
+    return len(ids), 0, read
 
 
 @kernel
@@ -226,14 +243,33 @@ class Index:
         missing, _ = _find(tables, ids, self._memory, found)
         return found, missing
 
-    def insert(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> None:
-        """Map each (table, id), distinct and not there, to a row number; ResourcesError: there is no room for more."""
+    def insert(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> int | None:
+        """Map each (table, id) to a row number; return None, or the place of the first that is there already.
+
+        Raises:
+            ResourcesError: there is no room for more.
+        """
         tables, ids = read_only(tables, np.int32), read_only(ids, np.int64)
         numbers = read_only(numbers, np.int32)
-        at, spread = _insert(tables, ids, numbers, 0, self._memory)
+        at, spread, _ = _insert(tables, ids, numbers, 0, self._memory)
         while at < len(ids):
+            if spread < 0:
+                return at
             self._grow(int(tables[at]), spread)
-            at, spread = _insert(tables, ids, numbers, at, self._memory)
+            at, spread, _ = _insert(tables, ids, numbers, at, self._memory)
+        return None
+
+    def expect(self, counts: Int64s) -> None:
+        """Have room for about so many ids of each table, whose segments are empty yet: none is split later."""
+        for table, count in enumerate(counts.tolist()):
+            todo = [(0, 1 << _BITS)] if count > _EXPECTED else []  # spread hashes: from, to
+            while todo:
+                begin, end = todo.pop()
+                ends = (math.sqrt(1 + 3 * at / (1 << _BITS)) for at in (begin, end))
+                if count * -sub(*ends) > _EXPECTED and end - begin > 1:
+                    self._grow(table, begin)
+                    middle = (begin + end) // 2
+                    todo += [(begin, middle), (middle, end)]
 
     def remove(self, tables: Int32s, ids: Int64s) -> None:
         """Take out each (table, id), distinct and there."""
@@ -267,7 +303,8 @@ class Index:
             place, depth = (int(value) for value in self._memory.heads[table])
         fresh = self._used
         self._used += 1
-        _split(segment, fresh, np.uint64(1 << (_BITS - local - 1)), self._memory)
+        if self._memory.fills[segment]:
+            _split(segment, fresh, np.uint64(1 << (_BITS - local - 1)), self._memory)
         self._depths[segment] = self._depths[fresh] = local + 1
         span = 1 << (depth - local)  # entries of the directory that led to the segment
         first = place + ((spread >> (_BITS - local)) << (depth - local))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,13 @@ from steepest.tables.cut import RowCut
 from steepest.tables.eviction import worn
 from steepest.tables.first_values import FirstValues
 from steepest.tables.gradients import Bytes, RowGradients
-from steepest.tables.hashing import Distinct, salt_of, shard_of
+from steepest.tables.hashing import Distinct, salt_of
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
-from steepest.tables.shard_rows import Removals, ShardRows
-from steepest.tables.state import TableState, joined
+from steepest.tables.loading import LoadingRows
+from steepest.tables.state import TableState
 from steepest.tables.table import Table, require_group, spread_of
 from steepest.validation import require_count, require_number
 
-_LOADED = 1 << 16  # rows of a state that are copied at once
 #: Updates after which shards are to be asked to `evict`, again and again.
 UPDATES_BETWEEN_EVICTIONS = 1000
 _BOUNDLESS = 2**62  # more versions than there can be
@@ -57,7 +56,7 @@ def _mark(numbers: Int32s, sightings: Int32s, version: int, written: Int64s, see
     return -1
 
 
-class TableShard(ShardRows):
+class TableShard(LoadingRows):
     """The rows of some tables of one dimension, dtype and optimizer, or a server's share of them.
 
     A pull changes nothing: an id without a row has its first values, which are the same each time and on
@@ -416,8 +415,28 @@ class TableShard(ShardRows):
         Raises:
             ConfigurationError: it is not known any more which rows were removed since then.
         """
+        (state,) = self.pieces(self._blocks.top + 1, since)
+        return state.sorted()
+
+    def pieces(self, most: int, since: int | None = None) -> Iterator[TableState]:
+        """Yield copies of the rows of now, about `most` at a time, while pushes go on; `since` as for `export`.
+
+        The first one has also what is known of ids without rows.
+        """
         rest, rows = self.cut(since)
-        return replace(rest, **rows.take(self._blocks.top + 1)).sorted()
+        found = rows.take(most)
+        while True:
+            yield replace(rest, **found)
+            rest, found = self.nothing(), rows.take(most)
+            if not len(found["ids"]):
+                return
+
+    def nothing(self) -> TableState:
+        """Return a state of these tables without rows, and with nothing beside them."""
+        of, ids = np.empty(0, np.int32), np.empty(0, np.int64)
+        values = np.empty((0, self.dim), self.dtype)
+        slots = np.empty((0, self._optimizer.slots(self.dim)), self.dtype)
+        return TableState(of, ids, values, slots, ids, of, of, ids, of, of, ids)
 
     def cut(self, since: int | None = None, table: int | None = None) -> tuple[TableState, RowCut]:
         """Return what `export` returns, the rows piece by piece while pushes go on.
@@ -452,97 +471,3 @@ class TableShard(ShardRows):
         counters = {of: counter.copy() for of, counter in self._admission.counters.items()}
         rest = dict(zip(names, known, strict=True))
         return TableState(**rows.no_rows(), **rest, counters=counters), rows
-
-    def load(self, states: Iterable[TableState], version: int, clock: int = 0) -> None:
-        """Replace everything by this shard's part of a state; counters of events begin at 0.
-
-        A table over its capacity keeps its most used rows, if it evicts by use.
-
-        Args:
-            states: what `export` returned, of all shards of the same tables, however many; a sequence is gone through
-                several times, and no two of its states are held at a time.
-            version: of that state.
-            clock: of that state, in seconds since the epoch; 0 if it is not known.
-
-        Raises:
-            ConfigurationError: the state is of other tables, or a table has more rows than its capacity
-                and evicts none; nothing has changed.
-        """
-        require_count("version", version, 0)
-        states = self._checked(states)
-        rest, mine = self._shares_of(states)
-        kept = self._capacities.most_used(states, mine)
-        held = np.zeros(len(self._tables), np.int64)
-        for state, rows in zip(states, mine, strict=True):
-            held += np.bincount(state.tables[rows], minlength=len(self._tables))
-        self._clear()
-        self.version, self._lives.clock = version, clock
-        self._removals = Removals(version)
-        self._admission.load(rest)
-        for state, rows in zip(states, kept, strict=True):
-            for begin in range(0, len(rows), _LOADED):
-                part = rows[begin : begin + _LOADED]
-                self._begin(state.tables[part], state.ids[part], self._enter_of(state, part))
-        for table in self._uses:
-            self.counts["evicted_full"][table] = held[table] - self._alive[table]
-
-    def require_distinct(self) -> None:
-        """Check, after `load`, that no id has two rows; ConfigurationError otherwise."""
-        for begin in range(0, self._blocks.top, _LOADED):
-            numbers = np.arange(begin, min(begin + _LOADED, self._blocks.top), dtype=np.int32)
-            tables, ids = self._blocks.tables[numbers], self._blocks.ids[numbers]
-            known, _ = self._index.find(tables.astype(np.int32), ids)
-            if (twice := np.flatnonzero(known != numbers)).size:
-                name = self._names[int(tables[twice[0]])]
-                raise ConfigurationError(f"id {ids[twice[0]]} of table {name!r} has two rows")
-
-    def has_all_of(self, states: Iterable[TableState]) -> bool:
-        """Return whether all rows and counted ids of states are this shard's."""
-        return all(
-            self._mine(state.tables, state.ids).all()
-            and self._mine(state.counted_tables, state.counted_ids).all()
-            for state in states
-        )
-
-    def _checked(self, states: Iterable[TableState]) -> Sequence[TableState]:
-        """Return states that are of these tables, with scores if there are any."""
-        # A sequence that makes its states when they are asked for is not made a list, where rows have no scores.
-        if self._scores.any or not isinstance(states, Sequence):
-            states = list(map(self._scores.completed, states))
-        for state in states:
-            self._require_state(state)
-        return states
-
-    def _shares_of(
-        self, states: Sequence[TableState]
-    ) -> tuple[TableState, list[npt.NDArray[np.intp]]]:
-        """Return what states have beside rows; and by state, where this shard's rows are."""
-        rests, mine = [], []
-        for state in states:
-            counted = self._mine(state.counted_tables, state.counted_ids)
-            rests.append(state.only(slice(0), counted))
-            mine.append(np.flatnonzero(self._mine(state.tables, state.ids)))
-        return joined(rests), mine
-
-    def _require_state(self, state: TableState) -> None:
-        """Check that a state is of these tables."""
-        slots = self._optimizer.slots(self.dim)
-        shapes = state.values.shape[1:], state.slots.shape[1:]
-        if shapes != ((self.dim,), (slots,)) or state.values.dtype != self.dtype:
-            raise ConfigurationError(
-                f"a state of {state.values.dtype} rows of {shapes[0][0]} values and {shapes[1][0]} slots: "
-                f"these tables are of {self.dtype}, dimension {self.dim} and {slots} slots; load it into "
-                "tables of the same dtype, dimension and optimizer"
-            )
-        require_keys(state.tables, state.ids, self._names)
-
-    def _enter_of(self, state: TableState, rows: npt.NDArray[np.intp]) -> Int32s:
-        """Return the numbers of rows that are made as they are in a state."""
-        keys = state.tables[rows], state.ids[rows]
-        beside = {name: getattr(state, name)[rows] for name in ("until", "scores")}
-        marks = state.written[rows], state.sightings[rows]
-        return self._enter(keys, state.values[rows], state.slots[rows], *marks, beside)
-
-    def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
-        """Return which (table, id) are of this shard."""
-        return np.equal(shard_of(tables, ids, self._spread), self._shard)

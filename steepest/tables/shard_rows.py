@@ -148,6 +148,11 @@ class ShardRows:
         """Return the number of rows of each table."""
         return np.array(self._alive)
 
+    def sightings_of(self, tables: Int32s, ids: Int64s) -> Int32s:
+        """Return how often each id was in a push since its row was made, -1 without a row."""
+        numbers, _ = self._index.find(tables, ids)
+        return np.where(numbers < 0, np.int32(-1), self._blocks.sightings[numbers])
+
     def _make_room(self, excess: Int64s, version: int) -> None:
         """Evict the least used rows that are not in this push."""
         for table in map(int, np.flatnonzero(excess)):
@@ -179,12 +184,14 @@ class ShardRows:
         blocks.store.enter(numbers, keys, values, slots)
         return numbers
 
-    def _begin(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> None:
-        """Have ids lead to rows that are there."""
-        self._index.insert(tables, ids, numbers)
+    def _begin(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> int | None:
+        """Have ids lead to rows that are there; return the place of one that leads to another row, or None."""
+        if (twice := self._index.insert(tables, ids, numbers)) is not None:
+            return twice
         self._alive += np.bincount(tables, minlength=len(self._tables))
         for table, use in self._uses.items():
             use.enter(numbers[tables == table], self._blocks)
+        return None
 
     def _remove(self, numbers: Int32s, version: int) -> None:
         """Take rows out; who uses their memory next sets values and slots anew."""

@@ -241,7 +241,7 @@ def test_an_id_with_two_rows_is_damage(tmp_path: Path) -> None:
         files.write(tmp_path / "damaged", found)
         before = sgd.export_table("words")
         with pytest.raises(
-            CheckpointError, match=r"damaged: tables/0: id \d+ of table '\w+' has two"
+            CheckpointError, match=r"damaged: embedding tables: id \d+ of table '\w+' has two"
         ):
             sgd.restore(tmp_path / "damaged")
         assert torch.equal(sgd.export_table("words").values, before.values)

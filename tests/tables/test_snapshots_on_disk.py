@@ -268,15 +268,15 @@ def test_a_checkpoint_comes_to_tables_on_disk_in_pieces(
         expected = sgd.export_table("words")
     most = 300  # bytes: a few of the 18 rows of a shard
     monkeypatch.setattr(row_pieces, "PIECE_BYTES", most)
-    load, piece = TableChunk.load_state, row_pieces._piece
+    load, piece = TableChunk.load_state, row_pieces.state_of
     made, held, states = set[Any](), list[int](), list[weakref.ref[Any]]()
 
     def loading(chunk: TableChunk, about: Any, value: torch.Tensor) -> None:
         assert about["key"] == ON_DISK
         load(chunk, about, value)
 
-    def making(arrays: Any, begin: int, end: int, **about: Any) -> Any:
-        found = piece(arrays, begin, end, **about)
+    def making(arrays: Any, begin: int = 0, end: int | None = None) -> Any:
+        found = piece(arrays, begin, end)
         made.add((id(arrays), begin, end))
         states[:] = [state for state in states if state() is not None]
         states.append(weakref.ref(found))
@@ -284,7 +284,7 @@ def test_a_checkpoint_comes_to_tables_on_disk_in_pieces(
         return found
 
     monkeypatch.setattr(TableChunk, "load_state", loading)
-    monkeypatch.setattr(row_pieces, "_piece", making)
+    monkeypatch.setattr(row_pieces, "state_of", making)
     create = on_disk(tmp_path / "rows", **how)
     with trainer(create, strategy) as sgd:
         sgd.fit(steps=1, progress=False)

@@ -163,7 +163,7 @@ def test_rows_that_servers_refuse_are_told_and_nothing_is_restored(
         files.write(tmp_path / "damaged", found)
         sgd.fit(steps=1, progress=False)
         before, rows = sgd.weights(), sgd.export_table("words")
-        refused = r"damaged is damaged: tables/0: written .* hold 10 to 12"
+        refused = r"damaged is damaged: embedding tables: written .* hold 10 to 12"
         with pytest.raises(CheckpointError, match=refused):
             sgd.restore(tmp_path / "damaged")
         assert same(sgd.export_table("words"), rows)

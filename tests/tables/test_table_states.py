@@ -43,9 +43,8 @@ def test_a_state_is_loaded_into_less_capacity(policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", [LRU(), LFU()])
 def test_states_of_several_shards_are_loaded_in_parts(
-    policy: Any, monkeypatch: pytest.MonkeyPatch
+    policy: Any,
 ) -> None:
-    monkeypatch.setattr("steepest.tables.shard._LOADED", 7)
     random = np.random.default_rng(0)
     keys = np.unique(random.integers([0, 0], [3, 90], (120, 2)), axis=0)
     random.shuffle(keys)

@@ -10,8 +10,9 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from steepest.data.storage.blocks import Blocks, Progress, write_blocks
 from steepest.data.storage.places import ObjectUrl, StoragePlace
@@ -187,7 +188,7 @@ def storage_of(place: StoragePlace) -> Storage[Any]:
     return ObjectStorage.of(place.scheme)
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a file for reading, in bytes.
 
     Raises:
