@@ -33,7 +33,14 @@ from steepest.core.engine.hosting import (
 from steepest.core.engine.job import Description, Job, ModelCreator
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.present_gpu import gpu_of
-from steepest.core.engine.replicas import CPU, Memory, Replicas, memory_for
+from steepest.core.engine.replicas import (
+    CPU,
+    Memory,
+    Replicas,
+    WorkerResult,
+    WorkShare,
+    memory_for,
+)
 from steepest.core.engine.server import Server
 from steepest.core.engine.spans import SpanRing, record_roles
 from steepest.core.engine.worker import Worker
@@ -312,6 +319,37 @@ class ProcessActor:
         )
         self._memory = memory_for(description.layout)
         return description
+
+    @on_router
+    def evaluate_snapshot(
+        self,
+        model_creator: ModelCreator,
+        job: Job,
+        weights: Mapping[str, torch.Tensor],
+        buffers: Tensors,
+        data: Any,
+    ) -> WorkerResult:
+        """Return loss and metrics over data with given weights, in a process that is no member of the job.
+
+        Args:
+            model_creator: makes the model, once in this process.
+            job: of which the weights are.
+            weights: by name, all that the model has.
+            buffers: by name.
+            data: as `Replicas.evaluate` takes them.
+        """
+        if self._replicas is None:
+            size = StepSize(1)
+            self._models, description = build_models(
+                model_creator, 0, 1, job.seed, job.cut, size, self._extensions
+            )
+            share = WorkShare(first_index=0, shares=1, seed=job.seed)
+            memory = memory_for(description.layout)
+            self._replicas = Replicas(self._models, [CPU], share, memory)
+        replicas = self._replicas
+        replicas.layout.write(replicas.weights, weights)
+        replicas.models[0].load_state(buffers)
+        return replicas.evaluate(data, None, 0, 1)
 
     def sample_hashes(self, length: int, numbers: list[int]) -> list[str] | None:
         """Return hashes of samples of the models' data, see `steepest.core.data.fingerprint.sample_hashes`."""

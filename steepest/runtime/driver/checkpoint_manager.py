@@ -222,12 +222,10 @@ class CheckpointManager:
         best = best_of(self.evaluations, self._policy.best, self._policy.mode)
         return None if best is None else best.step
 
-    def require_no_best(self) -> None:
-        """Check that checkpoints watch no metric, for a `fit` without evaluations."""
+    def require_no_best(self, remedy: str) -> None:
+        """Check that checkpoints watch no metric, for a `fit` without evaluations between two steps."""
         if self._policy is not None and self._policy.best is not None:
-            raise ConfigurationError(
-                f"Checkpoints(best={self._policy.best!r}) needs fit(..., validation=data)"
-            )
+            raise ConfigurationError(f"Checkpoints(best={self._policy.best!r}): {remedy}")
 
     def keep_if_best(self) -> None:
         """Keep the state if no evaluation was better than that of this step."""

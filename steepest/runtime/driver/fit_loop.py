@@ -11,6 +11,7 @@ from steepest.errors import ConfigurationError
 from steepest.observe.display import display
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, StepResult
+from steepest.runtime.driver.background_evaluation import BackgroundEvaluation
 from steepest.runtime.driver.checkpoint_manager import CheckpointManager
 from steepest.validation import require_choice, require_count
 
@@ -37,6 +38,7 @@ class FitArguments:
     progress: bool | str
     validation: Any
     evaluate_every: int | None
+    background: bool
 
     def check(self, keeping: CheckpointManager) -> None:
         """Check the arguments against each other and the job."""
@@ -49,16 +51,23 @@ class FitArguments:
                 require_count(name, getattr(self, name))
         check_callbacks(self.callbacks)
         require_choice("progress", self.progress, (False, True, "bar", "lines"))
+        require_choice("background", self.background, (False, True))
         if self.validation is None:
             if self.evaluate_every is not None:
                 raise ConfigurationError("evaluate_every= without validation=: give both")
-            keeping.require_no_best()
+            if self.background:
+                raise ConfigurationError("background=True without validation=: give both")
+            keeping.require_no_best("give fit(..., validation=data)")
             for callback in self.callbacks:
                 if getattr(callback, "needs_validation", False):
                     raise ConfigurationError(
                         f"callbacks has {type(callback).__name__}(...), which acts on evaluations, and "
                         "there are none without validation=: give fit(..., validation=data)"
                     )
+        if self.background:
+            keeping.require_no_best(
+                "leave background=True out: the state of that step is gone when it is evaluated"
+            )
         epochs = self.epochs is not None, self.validation is not None and not self.evaluate_every
         if keeping.plan is None and any(epochs):
             instead = "steps=" if epochs[0] else "evaluate_every="
@@ -79,6 +88,7 @@ class Fit:
         evaluate: Evaluate,
         asked: FitArguments,
         first_line: Callable[[], str],
+        background: BackgroundEvaluation,
     ) -> None:
         asked.check(keeping)
         self._sgd = sgd
@@ -88,6 +98,9 @@ class Fit:
         self._evaluate = evaluate
         self._data = asked.validation
         self._every = asked.evaluate_every
+        self._background = background
+        self._in_background = asked.background
+        self._untold: list[EvaluationResult] = []  # evaluations of which no callback was told yet
         self._shown, self._first_line = display(asked.progress), first_line
         self._callbacks: list[Callback] = [*self._shown, *asked.callbacks]
         self._goal = keeping.ask(asked.steps, asked.epochs)
@@ -150,9 +163,13 @@ class Fit:
                 for callback in pausing:
                     callback.on_epoch_end(self._sgd, keeping.result())
             keeping.keep_if_due()
+        if not keeping.stopping:
+            self._collect(waits=True)
 
     def _on_step(self, result: StepResult) -> None:
         self._tell()
+        if self._background.is_done:
+            self._keep_result(waits=False)
         for callback in self._callbacks:
             callback.on_step(self._sgd, result)
 
@@ -168,21 +185,45 @@ class Fit:
     def _evaluation_is_due(self) -> bool:
         """Whether an evaluation is due at this step of this `fit`, and was not made, also before a death."""
         keeping = self._keeping
-        if self._data is None or keeping.step <= max(keeping.begun, keeping.evaluated):
+        done = max(keeping.begun, keeping.evaluated, self._background.step)
+        if self._data is None or keeping.step <= done:
             return False
         return keeping.step % self._every == 0 if self._every else keeping.is_at_end_of_epoch
 
     def _evaluate_if_due(self) -> None:
         """Evaluate, keep the result, call callbacks, then keep the state if it is the best so far."""
-        if not self._evaluation_is_due:
+        due = self._evaluation_is_due
+        self._collect(waits=due)
+        if not due:
+            return
+        if self._in_background:
+            self._background.begin(self._data)
             return
         step, result = self._keeping.step, self._evaluate(self._data)
         if result.step != step:
             return  # a death meanwhile has set training back: it is due again at that step
         self._keeping.add(result)
-        for callback in self._callbacks:
-            callback.on_evaluation(self._sgd, result)
+        self._untold.append(result)
+        self._tell_results()
         self._keeping.keep_if_best()
+
+    def _collect(self, *, waits: bool) -> None:
+        """Take what was evaluated in the background, and call callbacks; workers are idle."""
+        self._keep_result(waits=waits)
+        self._tell_results()
+
+    def _keep_result(self, *, waits: bool) -> None:
+        """Keep what was evaluated in the background; wait for it if there is an evaluation under way."""
+        if (result := self._background.collect(waits=waits)) is not None:
+            self._keeping.add(result)
+            self._untold.append(result)
+
+    def _tell_results(self) -> None:
+        """Call callbacks for evaluations."""
+        while self._untold:
+            result = self._untold.pop(0)
+            for callback in self._callbacks:
+                callback.on_evaluation(self._sgd, result)
 
 
 @contextlib.contextmanager

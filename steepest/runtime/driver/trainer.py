@@ -6,7 +6,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.replicas import Replicas, WorkerResult
-from steepest.core.messages.means import Measured
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.errors import (
@@ -40,6 +38,7 @@ from steepest.observe.timeline.trace_file import check_target
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.deaths import persistently
+from steepest.runtime.driver.background_evaluation import BackgroundEvaluation, summary_of
 from steepest.runtime.driver.calls import Calls
 from steepest.runtime.driver.checkpoint_manager import CheckpointManager
 from steepest.runtime.driver.directory_lock import DirectoryLock
@@ -203,6 +202,9 @@ class DistributedSGD:
         self._keeping = CheckpointManager(
             checkpoints, lock, self._training, self._state, self._calls
         )
+        self._background = BackgroundEvaluation(
+            cluster, self._state, self._calls, self._keeping.present
+        )
         self._keeping.resume()
         self._events = EventFeed(cluster.events)
         self._supervisor.snapshots.ensure()
@@ -316,6 +318,7 @@ class DistributedSGD:
         progress: bool | str = True,
         validation: Any = None,
         evaluate_every: int | None = None,
+        background: bool = False,
     ) -> StepResult:
         """Take many steps, which workers start by themselves without waiting for the driver.
 
@@ -333,6 +336,9 @@ class DistributedSGD:
             validation: data that `evaluate` takes, evaluated while training pauses; results go to
                 `Callback.on_evaluation` and `evaluations`.
             evaluate_every: steps from one evaluation to the next; None for the end of each epoch.
+            background: evaluate a copy of the weights in a process of its own, on the CPU, while training goes on.
+                The result has the step of the copy. Callbacks get it when workers pause next, at the next
+                evaluation at the latest, for which training waits; so does the end of `fit`.
 
         Returns:
             The last step's result; that of the restored checkpoint if it has all steps that are
@@ -346,11 +352,14 @@ class DistributedSGD:
         """
         with self._idle("fit"), self._training.stoppable():
             self._supervisor.await_whole()
-            asked = FitArguments(steps, epochs, callbacks, progress, validation, evaluate_every)
+            asked = FitArguments(
+                steps, epochs, callbacks, progress, validation, evaluate_every, background
+            )
             keeping = self._keeping
             fit = Fit(
-                self, keeping, self._events, self._train, self._evaluate, asked, self._first_line
-            )
+                self, keeping, self._events, self._train, self._evaluate, asked, self._first_line,
+                self._background,
+            )  # fmt: skip
             try:
                 result = fit.run()
             except BaseException as error:
@@ -446,13 +455,7 @@ class DistributedSGD:
             results = cluster.workers.call(remote_functions.evaluate, *arguments, what="evaluate")
             return results, *self._keeping.present()
 
-        results, step, epoch = self._calls.surviving(evaluate)
-        if not any(result.weight for result in results):
-            raise ConfigurationError("evaluate() was given no samples")
-        summary = EvaluationResult.mean_of(
-            [(Measured(r.metrics, r.weight, r.weights), r.loss, r.samples) for r in results]
-        )
-        return replace(summary, step=step, epoch=epoch)
+        return summary_of(*self._calls.surviving(evaluate))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
@@ -719,6 +722,7 @@ class DistributedSGD:
         """
         require_choice("data", data, ("continue", "new"))
         with self._idle("restore"):
+            self._background.drop()
             self._keeping.restore(path, data)
 
     def export_table(self, name: str, since: ExportedTable | str | None = None) -> ExportedTable:
