@@ -72,9 +72,15 @@ def synchronous(
 
 
 def written(
-    path: Path, events: list[dict[str, Any]], strategy: str = "ps", *, needs_all: bool = True
+    path: Path,
+    events: list[dict[str, Any]],
+    strategy: str = "ps",
+    *,
+    needs_all: bool = True,
+    nodes: int = 1,
 ) -> Path:
-    """Write events as a trace, and return its path."""
-    about = {"strategy": strategy, "needs_all": needs_all, "lost_spans": 0, "clocks": []}
+    """Write events as the trace of a job on some nodes, and return its path."""
+    clocks = [{"node": str(number), "error_ms": 0.0} for number in range(nodes)]
+    about = {"strategy": strategy, "needs_all": needs_all, "lost_spans": 0, "clocks": clocks}
     write_trace(path, events, about)
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,31 +148,63 @@ def test_the_sentences_name_parts_who_is_awaited_what_it_costs_and_what_helps(
     assert "backup_workers=1" in said
 
 
+#: Milliseconds of computing and of what is in it; nodes; what is proposed, and what is not.
 ADVICE = {
-    "more workers": ([[100.0, 100.0]], {}),
-    "DataLoader": ([[100.0, 100.0]], {"load": 60.0}),
-    "wire_dtype": ([[2.0, 2.0]], {"push": 1.0}),
+    "computing": (100.0, {}, 1, "free cores", "faster devices"),
+    "computing, two nodes": (100.0, {}, 2, "more workers, or faster devices", "cores"),
+    "loading": (100.0, {"load": 60.0}, 1, "DataLoader", "num_servers"),
+    "moving": (2.0, {"push": 1.0}, 1, 'strategy="local"', "wire_dtype"),
+    "moving, two nodes": (2.0, {"push": 1.0}, 2, "wire_dtype", "greater batches"),
 }
 
 
-@pytest.mark.parametrize("word", ADVICE)
-def test_the_advice_is_about_the_greatest_part(tmp_path: Path, word: str) -> None:
-    times, inside = ADVICE[word]
-    events = synchronous(times * STEPS)
+def advice(path: Path, events: list[dict[str, Any]], **about: Any) -> str:
+    last = explain(written(path / "t.json", events, **about)).splitlines()[-1]
+    assert last.startswith("What would help: ")
+    return last
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_advice_is_about_the_greatest_part(tmp_path: Path, name: str) -> None:
+    """Between hosts fewer bytes help, inside one where they cross no link they do not."""
+    computed, inside, nodes, word, other = ADVICE[name]
+    events = synchronous([[computed, computed]] * STEPS)
     for event in list(events):
         if event["ph"] == "X" and event["cat"] == "compute":
             began = event["ts"] / 1e3
             for kind, milliseconds in inside.items():
                 about = {**event["args"], "chunk": 0}
                 events.append(span(event["pid"], kind, began, began + milliseconds, **about))
-    last = explain(written(tmp_path / "t.json", events)).splitlines()[-1]
-    assert last.startswith("What would help: ")
+    last = advice(tmp_path, events, nodes=nodes)
     assert word in last
+    assert other not in last
+    assert "num_servers" not in last  # one server has the one chunk
+
+
+def test_more_servers_are_proposed_where_there_are_chunks_for_them(tmp_path: Path) -> None:
+    """An update is shared chunk by chunk."""
+    events = synchronous([[1.0, 1.0]] * STEPS)
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "apply":
+            event["dur"] *= 3
+    assert "1 server share 1 chunk" in advice(tmp_path, events)
+    assert "smaller chunk_bytes=, and num_servers=" in advice(tmp_path, events)
+    updates = [each for each in events if each["ph"] == "X" and each["cat"] == "apply"]
+    others = [{**each, "args": {**each["args"], "chunk": 1}} for each in updates]
+    assert "more servers share it (num_servers=)" in advice(tmp_path, events + others)
+
+
+def test_a_slow_worker_of_the_only_machine_needs_no_other_one(tmp_path: Path) -> None:
+    events = synchronous([[10.0, 30.0, 14.0]] * STEPS)
+    assert "another machine" not in advice(tmp_path, events)
+    assert "for worker 1 as much of this machine" in advice(tmp_path, events)
+    assert "another machine for worker 1;" in advice(tmp_path, events, nodes=3)
 
 
 def test_workers_that_do_not_wait_for_each_other_are_told_of_one_by_one(tmp_path: Path) -> None:
     events = synchronous([[10.0, 30.0]] * STEPS, needed=1)
     said = explain(written(tmp_path / "t.json", events, "async", needs_all=False))
+    assert "bytes" not in said
     assert "12 shares of 2 workers and 1 server under 'async'" in said
     assert "Worker 0: 6 shares, 10 ms of work each" in said
     assert "If worker 1 were as fast as the median of the others" in said

@@ -29,19 +29,11 @@ _WORDS = {
     "pull": "until the weights have come",
     "idle": "before the next share begins",
 }
-_ADVICE = {
-    "compute": "the step is its computation: more workers, or faster devices, shorten an epoch",
-    "load": "batches are awaited: a DataLoader with more worker processes loads them beforehand",
-    "moving": (
-        'moving gradients and weights takes long: wire_dtype="bf16" or compression= for links between hosts, more '
-        'servers for many bytes, or strategy="local", which exchanges once in several steps'
-    ),
-    "apply": "the update takes long: more servers share it (num_servers=)",
-    "idle": (
-        "workers wait between two steps without need of weights: fit(steps=...) instead of step() one by one, and "
-        "fewer evaluations or checkpoints"
-    ),
-}
+_LOAD = "batches are awaited: a DataLoader with more worker processes loads them beforehand"
+_IDLE = (
+    "workers wait between two steps without need of weights: fit(steps=...) instead of step() one by one, and "
+    "fewer evaluations or checkpoints"
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ def _together(trace: ParsedTrace) -> list[str]:
             f"No worker is slower than others for long; if all took the median in each step, it would take "
             f"{_ms(alike)}, {_percent(seconds - alike, seconds)} less."
         )
-    lines.append(f"What would help: {_advice(parts, slow, usual, alike)}.")
+    lines.append(f"What would help: {_advice(trace, parts, slow, usual, alike)}.")
     return lines
 
 
@@ -150,9 +142,55 @@ def _waits(usual: Replay, seconds: float) -> list[str]:
     ]
 
 
+def _computing(trace: ParsedTrace) -> str:
+    """Return what helps where a step is its computation."""
+    if trace.nodes > 1:
+        return "the step is its computation: more workers, or faster devices, shorten an epoch"
+    return "the step is its computation: more workers shorten an epoch while the machine has free cores"
+
+
+def _moving(trace: ParsedTrace) -> str:
+    """Return what helps where gradients and weights take long; inside a host their bytes cross no link."""
+    said = ["moving gradients and weights takes long:"]
+    if trace.nodes > 1:
+        said.append('wire_dtype="bf16" or compression=, for links between hosts;')
+    else:
+        said.append("greater batches, of which fewer are exchanged;")
+    if trace.servers < trace.chunks:
+        said.append("more servers (num_servers=), for many bytes;")
+    said.append('or strategy="local", which exchanges once in several steps')
+    return " ".join(said)
+
+
+def _applying(trace: ParsedTrace) -> str:
+    """Return what helps where the update takes long; servers share it chunk by chunk."""
+    if trace.servers < trace.chunks:
+        return "the update takes long: more servers share it (num_servers=)"
+    counted = _counted(trace.chunks, "chunk")
+    return (
+        f"the update takes long, and {_counted(trace.servers, 'server')} share {counted}: more of both share it (a "
+        "smaller chunk_bytes=, and num_servers=)"
+    )
+
+
+def _other_machine(trace: ParsedTrace, slow: Stragglers) -> str:
+    """Return what helps against slow workers."""
+    backup = f'ParameterServerStrategy(backup_workers={len(slow.workers)}), "ssp", "async", or '
+    if trace.nodes > 1:
+        first = f"another machine for {slow}"
+    else:
+        first = f"for {slow} as much of this machine as the others have (cores, memory, less that runs beside it)"
+    return f'{first}; or a strategy that does not wait for it: {backup}LocalStrategy(pace="speed")'
+
+
 def _advice(
-    parts: Mapping[str, float], slow: Stragglers | None, usual: Replay, alike: float
+    trace: ParsedTrace,
+    parts: Mapping[str, float],
+    slow: Stragglers | None,
+    usual: Replay,
+    alike: float,
 ) -> str:
+    """Return what would help most: less of the greatest part of a step, or of its slow workers."""
     seconds = usual.seconds
     groups = {
         "compute": parts["compute"],
@@ -165,16 +203,19 @@ def _advice(
     lost = seconds - (slow.without if slow else alike)
     others = max((groups[name] for name in groups if name != "compute"), default=0.0)
     if slow is not None and lost >= others:
-        return (
-            f"another machine for {slow}, or a strategy that does not wait for it: "
-            f'ParameterServerStrategy(backup_workers={len(slow.workers)}), "ssp", "async", or '
-            'LocalStrategy(pace="speed")'
-        )
+        return _other_machine(trace, slow)
     if slow is None and lost > max(others, 2 * _WORTH * seconds):
         return 'workers take turns at being slow: a strategy that waits less often ("local", or "ssp") evens this out'
     if greatest == "compute" and others >= 0.25 * seconds:
         greatest = max((name for name in groups if name != "compute"), key=lambda n: groups[n])
-    return _ADVICE[greatest]
+    said = {
+        "compute": _computing(trace),
+        "load": _LOAD,
+        "moving": _moving(trace),
+        "apply": _applying(trace),
+        "idle": _IDLE,
+    }
+    return said[greatest]
 
 
 def _apart(trace: ParsedTrace) -> list[str]:
@@ -204,15 +245,16 @@ def _apart(trace: ParsedTrace) -> list[str]:
         )
     waiting = statistics.fmean(_waiting(work) for work in trace.work.values())
     lines.append(
-        "What would help: "
-        + (
-            "workers wait for weights: more servers, fewer bytes (wire_dtype=, compression=), or a greater staleness"
-            if waiting > 0.25
-            else _ADVICE["compute"]
-        )
-        + "."
+        f"What would help: {_waiting_less(trace) if waiting > 0.25 else _computing(trace)}."
     )
     return lines
+
+
+def _waiting_less(trace: ParsedTrace) -> str:
+    """Return what helps where workers wait for weights that none of them holds up."""
+    ways = ["more servers"] if trace.servers < trace.chunks else []
+    ways += ["fewer bytes (wire_dtype=, compression=)"] if trace.nodes > 1 else []
+    return f"workers wait for weights: {', '.join([*ways, 'a greater staleness'])}"
 
 
 def _waiting(work: Sequence[WorkerStep]) -> float:

@@ -88,6 +88,8 @@ class ParsedTrace:
         waits: seconds between two shares, by worker.
         homes: by process, the worker in it; servers in workers' processes take pushes between two steps.
         error: the greatest error of a clock, in seconds.
+        nodes: on which the job ran.
+        chunks: into which what is trained is cut, as far as steps show it.
     """
 
     strategy: str
@@ -99,6 +101,8 @@ class ParsedTrace:
     homes: dict[int, int]
     error: float
     lost: int
+    nodes: int
+    chunks: int
 
 
 def parse(path: str | Path) -> ParsedTrace:
@@ -153,10 +157,11 @@ def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> Pa
             arrived[worker] = max(arrived.get(worker, 0.0), end)
     clocks = [each["error_ms"] / 1e3 for each in about["clocks"]]
     whole = _whole(versions, len(work)) if needs_all else []
+    chunks = {each["args"].get("chunk", 0) for each in spans if each["cat"] == "apply"}
     return ParsedTrace(
         str(about["strategy"]), needs_all, len(servers), whole,
         {worker: list(each.values()) for worker, each in sorted(work.items())},
-        waits, homes, max(clocks, default=0.0), int(about["lost_spans"]),
+        waits, homes, max(clocks, default=0.0), int(about["lost_spans"]), max(len(clocks), 1), len(chunks),
     )  # fmt: skip
 
 
