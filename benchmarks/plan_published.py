@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan_published              # three tables, about four minutes of a processor
     python -m benchmarks.plan_published --staged     # what weights that leave before the commit would bring
+    python -m benchmarks.plan_published --chunks     # what smaller chunks bring where there are many hosts; ten minutes
 
 The figures are of other systems on other hardware, so each is compared with two simulations: of *their* schedule, in
 which a chunk's result leaves as soon as that chunk is reduced (`steepest.planning.roles.SendingSchedule`), and of
@@ -198,15 +199,23 @@ def show_ray_sgd() -> None:
 
 
 def horovod(
-    model: str, hosts: int, schedule: SendingSchedule = STREAMED_STEPS, *, fused: bool = True
+    model: str,
+    hosts: int,
+    schedule: SendingSchedule = STREAMED_STEPS,
+    *,
+    chunk_bytes: int | None = None,
 ) -> float:
-    """Return the share of 4 P100 times so many hosts; with Horovod's buffer over all hosts, or chunks as by default."""
+    """Return the share of 4 P100 times so many hosts, with chunks of a size, or as by default."""
+    profile = four_p100(model)
+    job = make_job(profile, AllreduceStrategy(chunk_bytes=chunk_bytes), hosts, devices=4)
+    prediction = predict_job(job, profile, LINKS, schedule)
+    return prediction.samples_per_second / (4 * hosts * P100[model])
+
+
+def four_p100(model: str) -> Profile:
+    """Return the profile of a model on a host of four P100."""
     layers = {"ResNet-101": RESNET_101, "VGG-16": VGG_16}[model]
-    profile = published_profile(layers, BATCH, 4 * BATCH / FOUR_P100[model])
-    strategy = AllreduceStrategy(chunk_bytes=FUSED // hosts) if fused else AllreduceStrategy()
-    job = make_job(profile, strategy, hosts, devices=4)
-    found = predict_job(job, profile, LINKS, schedule)
-    return found.samples_per_second / (4 * hosts * P100[model])
+    return published_profile(layers, BATCH, 4 * BATCH / FOUR_P100[model])
 
 
 def show_horovod(hosts: int) -> None:
@@ -217,13 +226,27 @@ def show_horovod(hosts: int) -> None:
         "\n|---|---|---|---|---|"
     )
     for model, published in HOROVOD.items():
-        found = (
-            horovod(model, hosts),
+        fused = FUSED // hosts  # Horovod's buffer over all hosts
+        shares = (
+            horovod(model, hosts, chunk_bytes=fused),
+            horovod(model, hosts, OURS, chunk_bytes=fused),
             horovod(model, hosts, OURS),
-            horovod(model, hosts, OURS, fused=False),
         )
-        cells = " | ".join(f"{share:.0%}" for share in found)
+        cells = " | ".join(f"{share:.0%}" for share in shares)
         print(f"| {model} | {published:.0%} | {cells} |", flush=True)
+
+
+def show_chunks(hosts: int) -> None:
+    """Print what chunks of several sizes bring in our schedule."""
+    each = 1, 2, 4, 8, 16
+    print(
+        f"\nOur schedule, {hosts} hosts of 4 P100, 25 Gbit/s; share of {4 * hosts} times one, by chunks for each server"
+        f"\n\n| model | as by default | {' | '.join(map(str, each))} |\n|---|---|{'---|' * len(each)}"
+    )
+    for model in HOROVOD:
+        sizes = (None, *(four_p100(model).nbytes // (count * hosts) for count in each))
+        cells = (f"{horovod(model, hosts, OURS, chunk_bytes=size):.0%}" for size in sizes)
+        print(f"| {model} | {' | '.join(cells)} |", flush=True)
 
 
 # -- BytePS -------------------------------------------------------------------------------------
@@ -326,9 +349,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--hosts", type=int, default=128, help="of Horovod's figures")
     parser.add_argument("--staged", action="store_true", help="what an early leave would bring")
+    parser.add_argument("--chunks", action="store_true", help="what smaller chunks bring")
     options = parser.parse_args(arguments)
     if options.staged:
         show_staged()
+    elif options.chunks:
+        show_chunks(options.hosts)
     else:
         show(options.hosts)
 

@@ -41,7 +41,12 @@ _COLUMNS = (
 )
 _MARKERS = "osD^vpX*"
 _HALF = 0.5  # of the ideal, to be told
-_LEAST_CHUNK = 1 << 16  # bytes
+_CHUNK_UNIT = 1 << 16  # bytes, of which an advised size is a multiple
+_LEAST_CHUNK = 1 << 19  # bytes of an advised chunk, unless servers would have none
+_CHUNKS_EACH = (
+    8  # of a server: more chunks shorten a step no further (`benchmarks.plan_published --chunks`)
+)
+_MANY_SERVERS = 16  # fewer have enough chunks of the usual size
 _WINS = 1.02  # times as many samples as another, to be better
 
 
@@ -126,7 +131,7 @@ class Forecast:
                 alike.setdefault(said, []).append(name)
         words = [f"{', '.join(names)}: {said}" for said, names in alike.items()]
         words += [f"{name}: {why}" for name, why in self.refused]
-        return words + self._idle_servers() + self._changes()
+        return words + self._large_chunks() + self._changes()
 
     def _pays(self, name: str) -> str:
         """Return how many workers of a strategy pay, and how far; nothing where it has no more than one."""
@@ -145,16 +150,27 @@ class Forecast:
         until = "on" if pays[-1] == last else f"to {pays[-1]:,}"
         return f"faster than one process from {pays[0]:,} workers {until}, {reach}."
 
-    def _idle_servers(self) -> list[str]:
-        """Return which strategies have servers without a chunk, and how small chunks would give each of them one."""
+    def _large_chunks(self) -> list[str]:
+        """Return which strategies have too few chunks for many servers, and the size that would give them enough."""
         words = []
         for name in self.strategies:
-            rows = [row for row in self.of(name) if row.servers > row.chunks > 0]
-            most = max((row.servers for row in rows), default=1)
-            if rows and (fits := self.profile.nbytes // (most * _LEAST_CHUNK) * _LEAST_CHUNK):
+            rows = [
+                row
+                for row in self.of(name)
+                if row.servers > row.chunks > 0
+                or (row.servers > _MANY_SERVERS and 0 < row.chunks < _CHUNKS_EACH * row.servers)
+            ]
+            if not rows:
+                continue
+            most = max(row.servers for row in rows)
+            fits = max(
+                self.profile.nbytes // (_CHUNKS_EACH * most),
+                min(_LEAST_CHUNK, self.profile.nbytes // most),
+            )
+            if size := fits // _CHUNK_UNIT * _CHUNK_UNIT:
                 words.append(
-                    f"{name}: {rows[0].chunks:,} chunks leave servers without any from {rows[0].workers:,} workers on, "
-                    f"and the others' links carry all: chunk_bytes={fits:,} gives each of {most:,} one."
+                    f"{name}: {rows[0].chunks:,} chunks are few for the servers of {rows[0].workers:,} workers "
+                    f"and more, and some have more than others: chunk_bytes={size:,} suits {most:,} servers."
                 )
         return words
 

@@ -244,21 +244,28 @@ def test_a_plan_has_a_row_for_each_strategy_and_number() -> None:
 
 
 @pytest.mark.full
-def test_chunks_that_are_too_few_for_the_servers_are_told() -> None:
+@pytest.mark.parametrize(("layers", "servers"), [(24, 64), (240, 32)])
+def test_chunks_that_are_too_few_for_the_servers_are_told(layers: int, servers: int) -> None:
     """What is advised gives each server a chunk, and shortens the step."""
-    profile = made_up(SECONDS)
+    profile = made_up(SECONDS, layers=layers, at_end=False)
     forecast = steepest.plan(
-        profile, workers=[8, 64], bandwidth="10Gbit", latency="50us", strategies=["allreduce"]
+        profile, workers=[8, servers], bandwidth="10Gbit", latency="50us", strategies=["allreduce"]
     )
     few = forecast.of("allreduce")[1]
-    assert few.chunks < 64
     (told,) = [line for line in forecast.advice() if "chunk_bytes" in line]
-    assert told.startswith(f"allreduce: {few.chunks} chunks leave servers without any from 64 ")
+    assert told.startswith(f"allreduce: {few.chunks} chunks are few for the servers of {servers} ")
     size = int(told.partition("chunk_bytes=")[2].partition(" ")[0].replace(",", ""))
     links = Links(bandwidth=1.25e9, latency=50e-6)
-    advised = predict(profile, AllreduceStrategy(chunk_bytes=size), 64, links)
-    assert advised.chunks >= 64
+    advised = predict(profile, AllreduceStrategy(chunk_bytes=size), servers, links)
+    assert advised.chunks >= servers
     assert advised.seconds < few.seconds
+
+
+def test_chunks_that_are_enough_are_not_told() -> None:
+    forecast = steepest.plan(
+        made_up(SECONDS), workers=[2, 8], bandwidth="10Gbit", strategies=["allreduce"]
+    )
+    assert not [line for line in forecast.advice() if "chunk_bytes" in line]
 
 
 def test_what_a_job_refuses_is_told_beside_the_others() -> None:
