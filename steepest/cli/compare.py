@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,16 @@ from steepest.cli.files import check_outputs, write_whole
 from steepest.cli.scripts import add_job_options, script_of, script_parser, strategy_names
 from steepest.config.run import FailureConfig, RunConfig
 from steepest.errors import ConfigurationError
-from steepest.observe.comparison import Outcome, csv_of, picture_of, recommend, table_of, told
+from steepest.observe.comparison import (
+    LOSS,
+    Criterion,
+    csv_of,
+    outcomes_of,
+    picture_of,
+    recommend,
+    table_of,
+    told,
+)
 from steepest.observe.page.document import chart_script, document
 from steepest.strategies.names import STRATEGY_NAMES
 
@@ -40,6 +50,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--minutes", type=float, default=2.0, metavar="N", help="of training for each; default: 2"
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--validation",
+        default="",
+        metavar="NAME[:max]",
+        help="compare by what the script reports by this name, such as val_loss, or accuracy:max if more of it is "
+        "better; default: by the loss of the batches that are trained on",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each strategy so often, from --seed on, and compare means; default: 1",
+    )
     add_job_options(parser, "; async and ssp have none")
     add_runtime_option(parser)
     parser.add_argument(
@@ -58,8 +82,10 @@ def run(options: argparse.Namespace) -> int:
     names = strategy_names(options.strategies)
     if not 0 < options.minutes < math.inf:
         raise ConfigurationError(f"--minutes {options.minutes}: give a number above 0")
-    if options.workers < 1:
-        raise ConfigurationError(f"--workers {options.workers}: give a number from 1 on")
+    for name in ("workers", "seeds"):
+        if (value := getattr(options, name)) < 1:
+            raise ConfigurationError(f"--{name} {value}: give a number from 1 on")
+    by = Criterion.read(options.validation) if options.validation else LOSS
     outputs = [Path(each) for each in options.output or ["compare.html"]]
     check_outputs(outputs)
     has_page = any(output.suffix.lower() == ".html" for output in outputs)
@@ -69,8 +95,12 @@ def run(options: argparse.Namespace) -> int:
     with begun(options.runtime):
         from steepest.loop.comparison import try_strategy
 
-        for name in names:
-            sys.stdout.write(f"{name}: up to {options.minutes:g} minutes\n")
+        seeds = range(options.seed, options.seed + options.seeds)
+        for seed, name in itertools.product(
+            seeds, names
+        ):  # what slows the machine meets all strategies
+            of_seed = f", seed {seed}" if len(seeds) > 1 else ""
+            sys.stdout.write(f"{name}{of_seed}: up to {options.minutes:g} minutes\n")
             sys.stdout.flush()
             trial = try_strategy(
                 script,
@@ -79,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
                 num_workers=options.workers,
                 gpu=options.gpu,
                 global_batch_size=options.global_batch_size,
-                seed=options.seed,
+                seed=seed,
                 run_config=RunConfig(
                     failure=FailureConfig(patience=math.inf), runtime=options.runtime
                 ),
@@ -87,18 +117,19 @@ def run(options: argparse.Namespace) -> int:
             trials.append(trial)
             if trial.failed:
                 sys.stdout.write(f"  {trial.ended}\n")
-    outcomes = [Outcome(trial) for trial in trials]
+    outcomes = outcomes_of(trials, by)
     sys.stdout.write(_as_text(table_of(outcomes)))
     best, advice = recommend(outcomes)
     sys.stdout.write(f"{advice}\n")
     title = script.name
-    subtitle = f"{options.workers} workers, seed {options.seed}, up to {options.minutes:g} minutes of training for each"
+    of_seeds = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    subtitle = f"{options.workers} workers, {of_seeds}, up to {options.minutes:g} minutes of training for each"
     makers: dict[str, Callable[[], bytes]] = {
         ".html": lambda: document(
-            told(title, subtitle, trials, __version__), charts, "comparison"
+            told(title, subtitle, trials, __version__, by), charts, "comparison"
         ).encode(),
         ".csv": lambda: csv_of(trials).encode(),
-        ".png": lambda: picture_of(title, trials),
+        ".png": lambda: picture_of(title, trials, by),
     }
     for output in outputs:
         write_whole(output, makers[output.suffix.lower()]())

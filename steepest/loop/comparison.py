@@ -45,6 +45,7 @@ def try_strategy(
     seconds: float,
     *,
     callbacks: Sequence[Callback] = (),
+    seed: int = 0,
     **chosen: Any,
 ) -> TriedStrategy:
     """Run a function under a strategy until it ends, or its time is over.
@@ -53,6 +54,7 @@ def try_strategy(
         function, callbacks: as of `steepest.run`; each run begins anew.
         strategy: its name.
         seconds: of training, counted from the first step.
+        seed: as of `steepest.run`.
         chosen: further arguments of `steepest.run`.
 
     Returns:
@@ -62,10 +64,17 @@ def try_strategy(
     limit = _Limit(seconds)
     ended, failed = "by itself", False
     try:
-        run(function, strategy=strategy, callbacks=[limit, *callbacks], progress=False, **chosen)
+        run(
+            function,
+            strategy=strategy,
+            callbacks=[limit, *callbacks],
+            progress=False,
+            seed=seed,
+            **chosen,
+        )
     except _TimeIsOverError:
         ended = f"after {seconds:.3g} s"
     except SteepestError as error:
         ended, failed = f"{type(error).__name__}: {error}", True
     rows = [] if limit.history is None else limit.history[:]
-    return TriedStrategy(strategy, rows, ended, failed)
+    return TriedStrategy(strategy, rows, ended, failed, seed)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import csv
 import io
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Any, Literal, NamedTuple
 
+from steepest.errors import ConfigurationError
 from steepest.observe.page.run_view import RunView
 
+Mode = Literal["min", "max"]
 #: Parts of a worker's time; the last is what none of the others covers.
 PARTS = ("compute", "data", "wait", "rest")
 _COLUMNS = (
     "strategy", "step", "seconds", "samples", "loss", "staleness", "bytes_pushed", "bytes_pulled",
-    "compute", "data", "wait",
+    "compute", "data", "wait", "seed",
 )  # fmt: skip
-_HEAD = (
-    "strategy", "loss", "samples/s", "steps", "samples", "training", "pushed per sample", "pulled per sample",
-    "staleness", "how it ended",
+_AFTER_LOSS = (
+    "samples/s", "steps", "samples", "training", "pushed per sample", "pulled per sample", "staleness", "how it ended",
 )  # fmt: skip
 _BLOCKS = 40  # of a run's steps, over which a loss is a mean
 _TAIL = 0.1  # the part of a run's steps over which its last loss is a mean
@@ -39,47 +42,72 @@ class TriedStrategy:
         rows: those of its history, oldest first.
         ended: how it ended, in words.
         failed: whether it ended by an error.
+        seed: of the run.
     """
 
     strategy: str
     rows: Sequence[Mapping[str, Any]]
     ended: str
     failed: bool = False
+    seed: int = 0
 
 
-class Outcome:
-    """What a trial has come to.
+class Criterion(NamedTuple):
+    """By what strategies are compared: the loss, or what the script reports by a name, such as of held-out data.
 
-    Args:
-        trial: of which it is; its steps need no loss, and may be none.
-
-    Attributes:
-        steps, samples: how many were taken, and in all of them.
-        seconds: of training, until the last step.
-        speed: samples per second, without the first step, which also waits for processes; NaN without a second one.
-        loss, doubt: mean of the last tenth of the steps, and the standard error of that mean; NaN without a loss.
-        fall: the first step's loss less that mean.
-        pushed, pulled: bytes for each sample.
-        staleness: mean, in updates.
-        parts: seconds for 1,000 samples by part, as `PARTS` has them, means over workers.
+    Example:
+        >>> Criterion.read("accuracy:max"), Criterion.read("val_loss")
+        (Criterion(name='accuracy', mode='max'), Criterion(name='val_loss', mode='min'))
     """
 
-    def __init__(self, trial: TriedStrategy) -> None:
-        self.strategy, self.ended, self.failed = trial.strategy, trial.ended, trial.failed
+    name: str = "loss"
+    mode: Mode = "min"
+
+    @classmethod
+    def read(cls, text: str) -> Criterion:
+        """Return the criterion of a text such as "accuracy:max"; ConfigurationError: it is none."""
+        name, _, mode = text.partition(":")
+        if not name or mode not in ("", "min", "max"):
+            raise ConfigurationError(
+                f"--validation {text}: give the name that the script reports, and :max if more of it is better, such "
+                "as accuracy:max"
+            )
+        return cls(name, "max" if mode == "max" else "min")
+
+    def of(self, row: Mapping[str, Any]) -> float:
+        """Return the value in a row of a history; NaN where it has none."""
+        found = row["loss"] if self == LOSS else (row.get("metrics") or {}).get(self.name)
+        return math.nan if found is None else float(found)
+
+    @property
+    def sign(self) -> float:
+        """1 if less is better, -1 if more is."""
+        return 1.0 if self.mode == "min" else -1.0
+
+
+#: The loss of the batches that are trained on.
+LOSS = Criterion()
+
+
+class _Run:
+    """What one run has come to, see `Outcome`."""
+
+    def __init__(self, trial: TriedStrategy, by: Criterion) -> None:
         rows = [row for row in trial.rows if row["kind"] == "step" and row["samples"]]
         self.steps, self.samples = len(rows), sum(row["samples"] for row in rows)
         self.seconds = rows[-1]["seconds"] if rows else 0.0
         passed = self.seconds - rows[0]["seconds"] if rows else 0.0
         later = self.samples - rows[0]["samples"] if rows else 0
         self.speed = later / passed if passed > 0 else math.nan
-        self._losses: list[tuple[float, float]] = [
-            (row["seconds"], row["loss"]) for row in rows if math.isfinite(row["loss"])
-        ]
-        tail = [loss for _, loss in self._losses[-max(1, math.ceil(_TAIL * len(self._losses))) :]]
-        self.loss = _mean(tail)
-        spread = sum((loss - self.loss) ** 2 for loss in tail) / max(len(tail) - 1, 1)
-        self.fall = self._losses[0][1] - self.loss if self._losses else math.nan
-        self.doubt = math.sqrt(spread / len(tail)) if tail else math.nan
+        self._values = [(row["seconds"], value) for row in rows if isfinite(value := by.of(row))]
+        if by != LOSS:  # what was reported behind the last step
+            behind = [by.of(row) for row in trial.rows if row["kind"] == "report"]
+            self._values += [(self.seconds, value) for value in behind if isfinite(value)]
+        count = max(1, math.ceil(_TAIL * len(self._values)))
+        tail = [value for _, value in self._values[-count:]]
+        self.value = _mean(tail)
+        self.doubt = _spread(tail) / math.sqrt(len(tail)) if tail else math.nan
+        self.fall = abs(self._values[0][1] - self.value) if self._values else math.nan
         self.pushed = sum(row["bytes_pushed"] for row in rows) / max(self.samples, 1)
         self.pulled = sum(row["bytes_pulled"] for row in rows) / max(self.samples, 1)
         self.staleness = _mean([each for row in rows for each in row["staleness"]])
@@ -92,14 +120,75 @@ class Outcome:
             [step * each for each in (*known, max(0.0, whole - sum(known)))] if rows else []
         )
 
-    def seconds_to(self, loss: float) -> float:
-        """Return the seconds of training until some successive steps had so low a loss; infinity for never."""
-        size = max(1, len(self._losses) // _BLOCKS)
-        for begin in range(0, len(self._losses), size):
-            block = self._losses[begin : begin + size]
-            if _mean([each for _, each in block]) <= loss:
-                return block[-1][0]
-        return self.seconds if self.loss <= loss else math.inf
+    def seconds_to(self, value: float, sign: float) -> float:
+        """Return the seconds of training until some successive steps were as good; infinity for never."""
+        size = max(1, len(self._values) // _BLOCKS)
+        for begin in range(0, len(self._values), size):
+            block = self._values[begin : begin + size]
+            if sign * _mean([each for _, each in block]) <= sign * value:
+                return float(block[-1][0])
+        return self.seconds if sign * self.value <= sign * value else math.inf
+
+
+class Outcome:
+    """What a strategy has come to, over the runs with several seeds: means, and ranges from the least to the greatest.
+
+    Args:
+        trials: its runs, each with another seed; of one that failed its steps do not count.
+        by: what is compared.
+
+    Attributes:
+        strategy, ended, failed: as of the trials; it has failed if any has.
+        runs: of how many seeds.
+        steps, samples: how many were taken, and in all of them.
+        seconds: of training, until the last step.
+        speed: samples per second, without the first step, which also waits for processes; NaN without a second one.
+        speeds, values: the least and the greatest of the runs.
+        value: what is compared, a mean over the last tenth of the steps that have it; NaN where no step has.
+        doubt: its standard error, over the runs if there are several.
+        fall: by how much it has changed since the first step.
+        pushed, pulled: bytes for each sample.
+        staleness: mean, in updates.
+        parts: seconds for 1,000 samples by part, as `PARTS` has them, means over workers.
+    """
+
+    def __init__(self, trials: Sequence[TriedStrategy], by: Criterion = LOSS) -> None:
+        self.by, self.strategy = by, trials[0].strategy
+        self.failed = any(trial.failed for trial in trials)
+        self.ended = next((each.ended for each in trials if each.failed), trials[-1].ended)
+        runs = self._runs = [_Run(trial, by) for trial in trials]
+        self.runs = len(runs)
+        self.steps = round(_mean([run.steps for run in runs]))
+        self.samples = round(_mean([run.samples for run in runs]))
+        self.seconds = _mean([run.seconds for run in runs])
+        self.speed, self.value = _mean([r.speed for r in runs]), _mean([r.value for r in runs])
+        self.speeds = min(r.speed for r in runs), max(r.speed for r in runs)
+        self.values = min(r.value for r in runs), max(r.value for r in runs)
+        apart = _spread([run.value for run in runs]) / math.sqrt(len(runs))
+        self.doubt = apart if len(runs) > 1 else runs[0].doubt
+        self.fall = _mean([run.fall for run in runs])
+        self.pushed, self.pulled = _mean([r.pushed for r in runs]), _mean([r.pulled for r in runs])
+        self.staleness = _mean([run.staleness for run in runs])
+        stepped = [run.parts for run in runs if run.parts]
+        self.parts = [_mean(each) for each in zip(*stepped, strict=True)]
+
+    def seconds_to(self, value: float) -> float:
+        """Return the seconds of training until it was as good, a median over runs; infinity for never."""
+        return statistics.median(run.seconds_to(value, self.by.sign) for run in self._runs)
+
+
+def outcomes_of(trials: Sequence[TriedStrategy], by: Criterion = LOSS) -> list[Outcome]:
+    """Return the outcome of each strategy, in the order of their first trials."""
+    of_strategy: dict[str, list[TriedStrategy]] = {}
+    for trial in trials:
+        of_strategy.setdefault(trial.strategy, []).append(trial)
+    return [Outcome(each, by) for each in of_strategy.values()]
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample; 0 of a single value."""
+    mean = _mean(values)
+    return math.sqrt(sum((each - mean) ** 2 for each in values) / max(len(values) - 1, 1))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -109,22 +198,26 @@ def _mean(values: Sequence[float]) -> float:
 def recommend(outcomes: Sequence[Outcome]) -> tuple[str | None, str]:
     """Return the strategy to take, None if none has trained, and why, in a few sentences.
 
-    It is the one with the lowest loss at its end. Losses are equal that differ by less than 2 %, by less than twice
-    the standard error of their difference, or by less than 0.2 % of what the loss has fallen since the first step: of
-    equal ones it is the one that came first to the highest of them.
+    It is the one with the best value at its end. Values are equal that differ by less than 2 %, by less than twice
+    the standard error of their difference, or by less than 0.2 % of what they have changed since the first step: of
+    equal ones it is the strategy that came first to the worst of them.
     """
-    trained = [each for each in outcomes if math.isfinite(each.loss) and not each.failed]
+    trained = [each for each in outcomes if isfinite(each.value) and not each.failed]
     if not trained:
-        return None, "None: no strategy has trained with a loss, see how each ended."
-    lowest = min(trained, key=lambda each: each.loss)
+        what = "a loss" if not outcomes or outcomes[0].by == LOSS else repr(outcomes[0].by.name)
+        return None, f"None: no strategy has trained with {what}, see how each ended."
+    sign = trained[0].by.sign
+    lowest = min(trained, key=lambda each: sign * each.value)
     equal = [each for each in trained if _is_equal(each, lowest)]
-    level = max(each.loss for each in equal)
+    level = max((each.value for each in equal), key=lambda value: sign * value)
     best = min(equal, key=lambda each: each.seconds_to(level))
     others = [each for each in trained if each is not best]
     if not others:
         return best.strategy, f"Take {best.strategy}: it is the only one that has trained."
     words = [f"Take {best.strategy}: {_first_reason(best, equal, others, level)}."]
     words += _about_speed(best, others)
+    if best.runs > 1:
+        words.append(f"All are means over {best.runs} seeds.")
     shortest = max(best.steps for best in trained)
     if shortest < _BLOCKS:
         words.append(
@@ -134,29 +227,42 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[str | None, str]:
 
 
 def _is_equal(one: Outcome, other: Outcome) -> bool:
-    apart = abs(one.loss - other.loss)
+    apart = abs(one.value - other.value)
     doubt = 2 * math.hypot(one.doubt, other.doubt)
-    return apart <= max(_EQUAL * abs(other.loss), doubt, _CONVERGED * other.fall)
+    return apart <= max(_EQUAL * abs(other.value), doubt, _CONVERGED * other.fall)
 
 
 def _first_reason(
     best: Outcome, equal: Sequence[Outcome], others: Sequence[Outcome], level: float
 ) -> str:
-    """Return why it is the best: the same loss sooner, or a lower one."""
+    """Return why it is the best: the same value sooner, or a better one."""
+    what, sign = best.by.name, best.by.sign
     if len(equal) > 1:
         second = min((e for e in equal if e is not best), key=lambda each: each.seconds_to(level))
         names = " and ".join(each.strategy for each in equal if each is not best)
         first, then = best.seconds_to(level), second.seconds_to(level)
+        as_good = "as low as that of" if sign == 1 else "as high as that of"
         sooner = f"it was at {level:.4g} after {first:.3g} s"
-        later = f"{second.strategy} after {then:.3g} s" if math.isfinite(then) else "no other was"
-        return f"its loss is as low as that of {names}, and {sooner}, {later}"
-    second = min(others, key=lambda each: each.loss)
-    return f"its loss at the end is {best.loss:.4g}, that of the next best, {second.strategy}, {second.loss:.4g}"
+        later = f"{second.strategy} after {then:.3g} s" if isfinite(then) else "no other was"
+        return f"its {what} is {as_good} {names}, and {sooner}, {later}"
+    second = min(others, key=lambda each: sign * each.value)
+    return (
+        f"its {what} at the end is {_ranged(best.value, best.values)}, that of the next best, {second.strategy}, "
+        f"{_ranged(second.value, second.values)}"
+    )
+
+
+def _ranged(value: float, between: tuple[float, float], form: str = ".4g") -> str:
+    """Return a number in words, with the range of the runs over which it is a mean."""
+    if not isfinite(value):
+        return "–"
+    least, most = between
+    return f"{value:{form}}" + (f" ({least:{form}} to {most:{form}})" if least < most else "")
 
 
 def _about_speed(best: Outcome, others: Sequence[Outcome]) -> list[str]:
     """Return how fast it is, and where the time of the slower ones goes."""
-    known = [each for each in (best, *others) if math.isfinite(each.speed)]
+    known = [each for each in (best, *others) if isfinite(each.speed)]
     if best not in known or len(known) < 2:
         return []
     fastest, slowest = max(known, key=lambda e: e.speed), min(known, key=lambda e: e.speed)
@@ -164,7 +270,7 @@ def _about_speed(best: Outcome, others: Sequence[Outcome]) -> list[str]:
     if fastest is not best and fastest.speed >= _FASTER * best.speed:
         words.append(
             f"{fastest.strategy} computes {fastest.speed / best.speed:.2g} times as many samples per second, and "
-            f"learns less of each: its loss at the end is {fastest.loss:.4g}."
+            f"learns less of each: its {best.by.name} at the end is {fastest.value:.4g}."
         )
     if slowest is not best and best.speed >= _FASTER * slowest.speed:
         times = f"It computes {best.speed / slowest.speed:.2g} times as many samples per second"
@@ -194,62 +300,78 @@ def _lines_of(trial: TriedStrategy) -> Iterator[list[Any]]:
         sent = [row["bytes_pushed"], row["bytes_pulled"]]
         stale = _mean(row["staleness"])
         found = [trial.strategy, row["step"], row["seconds"], samples, row["loss"], stale, *sent]
-        order = [spent[PARTS.index(name)] for name in _COLUMNS[-3:]]
-        yield ["" if each != each else each for each in [*found, *order]]
+        order = [spent[PARTS.index(name)] for name in _COLUMNS[-4:-1]]
+        yield ["" if each != each else each for each in [*found, *order, trial.seed]]
 
 
 def table_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Return the rows of a table for people, of which the first has the names of its columns."""
-    return [list(_HEAD), *(_row_of(each) for each in outcomes)]
+    name = outcomes[0].by.name if outcomes else LOSS.name
+    return [["strategy", name, *_AFTER_LOSS], *(_row_of(each) for each in outcomes)]
 
 
 def _row_of(each: Outcome) -> list[str]:
     if not each.steps:
-        return [each.strategy, *["–"] * (len(_HEAD) - 2), each.ended]
-    numbers = [f"{each.loss:.4g}", f"{each.speed:,.0f}", f"{each.steps:,}", f"{each.samples:,}"]
-    numbers = ["–" if number == "nan" else number for number in numbers]
+        return [each.strategy, *["–"] * len(_AFTER_LOSS), each.ended]
+    numbers = [_ranged(each.value, each.values), _ranged(each.speed, each.speeds, ",.0f")]
+    numbers += [f"{each.steps:,}", f"{each.samples:,}"]
     sent = [f"{size:,.0f} B" for size in (each.pushed, each.pulled)]
     stale = f"{each.staleness:.2g}" if each.staleness == each.staleness else "–"
     return [each.strategy, *numbers, f"{each.seconds:.1f} s", *sent, stale, each.ended]
 
 
 def told(
-    name: str, about: str, trials: Sequence[TriedStrategy], version: str = ""
+    name: str,
+    about: str,
+    trials: Sequence[TriedStrategy],
+    version: str = "",
+    by: Criterion = LOSS,
 ) -> dict[str, Any]:
     """Return the data of the page of a comparison, as JSON has them; `version` is steepest's."""
-    outcomes = [Outcome(trial) for trial in trials]
+    outcomes = outcomes_of(trials, by)
     head, *rows = table_of(outcomes)
+    strategies = [each.strategy for each in outcomes]
     runs = []
-    for trial, outcome in zip(trials, outcomes, strict=True):
+    for trial in trials:
         view = RunView(trial.strategy)
         view.add_all(row for row in trial.rows if row["kind"] != "step" or row["samples"])
-        curves = view.told()["curves"] if outcome.steps else None
-        runs.append({"strategy": trial.strategy, "curves": curves, "parts": outcome.parts})
-    advice = recommend(outcomes)[1]
+        curves = view.told()["curves"] if _Run(trial, by).steps else None
+        label = trial.strategy + (f", seed {trial.seed}" if len(trials) > len(outcomes) else "")
+        runs.append(
+            {"strategy": label, "colour": strategies.index(trial.strategy), "curves": curves}
+        )
+    parts = [{"strategy": each.strategy, "parts": each.parts} for each in outcomes if each.parts]
     return {
-        "name": name, "about": about, "made": round(time.time(), 1), "steepest": version, "advice": advice,
-        "head": head, "rows": rows, "runs": runs, "parts": list(PARTS),
+        "name": name, "about": about, "made": round(time.time(), 1), "steepest": version,
+        "advice": recommend(outcomes)[1], "head": head, "rows": rows, "runs": runs, "spent": parts,
+        "parts": list(PARTS), "by": "loss" if by == LOSS else f"metrics/{by.name}",
     }  # fmt: skip
 
 
-def picture_of(name: str, trials: Sequence[TriedStrategy]) -> bytes:
+def picture_of(name: str, trials: Sequence[TriedStrategy], by: Criterion = LOSS) -> bytes:
     """Return the losses and the speeds of a comparison as a PNG; ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     against_time, against_samples, speeds = figure.subplots(1, 3)
-    outcomes = [Outcome(trial) for trial in trials]
-    for trial, outcome in zip(trials, outcomes, strict=True):
-        if not outcome.steps:
+    outcomes = outcomes_of(trials, by)
+    strategies = [each.strategy for each in outcomes]
+    for trial in trials:
+        rows = [row for row in trial.rows if row["kind"] == "step" and row["samples"]]
+        if not rows:
             continue
-        lines = list(_lines_of(trial))
-        losses = [math.nan if line[4] == "" else line[4] for line in lines]
+        label = trial.strategy if trial.seed == trials[0].seed else None  # one of each strategy's
+        shown = [(line, by.of(row)) for line, row in zip(_lines_of(trial), rows, strict=True)]
+        if by != LOSS:
+            shown = [(line, value) for line, value in shown if isfinite(value)]
+        drawn = {"label": label, "linewidth": 1, "color": f"C{strategies.index(trial.strategy)}"}
         for axes, column in ((against_time, 2), (against_samples, 3)):
-            axes.plot([line[column] for line in lines], losses, label=trial.strategy, linewidth=1)
-    bars = [each for each in outcomes if math.isfinite(each.speed)]
+            at = [line[column] for line, _ in shown]
+            axes.plot(at, [value for _, value in shown], **drawn)
+    bars = [each for each in outcomes if isfinite(each.speed)]
     speeds.bar([each.strategy for each in bars], [each.speed for each in bars])
-    against_time.set(xlabel="seconds of training", ylabel="loss", title=name)
-    against_samples.set(xlabel="samples", ylabel="loss")
+    against_time.set(xlabel="seconds of training", ylabel=by.name, title=name)
+    against_samples.set(xlabel="samples", ylabel=by.name)
     speeds.set(ylabel="samples per second")
     if against_time.lines:
         against_time.legend()

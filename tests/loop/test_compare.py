@@ -110,6 +110,8 @@ def test_a_strategy_that_the_job_refuses_is_told_and_the_others_go_on(
         (["--minutes", "0"], "--minutes 0.0: give a number above 0"),
         (["--minutes", "nan"], "--minutes nan: give a number above 0"),
         (["--workers", "0"], "--workers 0: give a number from 1 on"),
+        (["--seeds", "0"], "--seeds 0: give a number from 1 on"),
+        (["--validation", "right:most"], "--validation right:most: give the name"),
         (["-o", "a.pdf"], "a.pdf: give a name that ends with one of .html, .csv, .png"),
         (["-o", "no/such/a.csv"], "no/such is no directory"),
         (["-o", "a.csv"], "cannot run no_script.py"),
@@ -139,3 +141,24 @@ def test_what_a_page_and_a_picture_need_is_told_before_anything_starts(
         monkeypatch.setattr(f"steepest.{module}.find_spec", lambda name: None)
     assert main.main(["compare", __file__, "-o", f"a.{ending}"]) == 1
     assert f"pip install '{extra}'" in capsys.readouterr().err
+
+
+def test_each_strategy_runs_with_each_seed_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[tuple[str, int]] = []
+
+    def simulated(function: Any, strategy: str, seconds: float, **chosen: Any) -> TriedStrategy:
+        runs.append((strategy, chosen["seed"]))
+        return tried(strategy, 1.0, seed=chosen["seed"])
+
+    monkeypatch.setattr("steepest.loop.comparison.try_strategy", simulated)
+    monkeypatch.setattr("steepest.cli.compare.begun", lambda runtime: quiet())
+    script, table = tmp_path / "train.py", tmp_path / "a.csv"
+    script.write_text("")
+    command = ["compare", str(script), "--strategies", "ps,allreduce", "--seeds", "2"]
+    assert main.main([*command, "--seed", "5", "-o", str(table)]) == 0
+    assert runs == [("ps", 5), ("allreduce", 5), ("ps", 6), ("allreduce", 6)]
+    out = capsys.readouterr().out
+    assert "allreduce, seed 6: up to 2 minutes" in out
+    assert "means over 2 seeds" in out

@@ -1,7 +1,7 @@
 // The page of a comparison: the same program under several strategies. What it shows is in the element "data".
   const data = JSON.parse(byId("data").textContent);
   const colourOf = (at) => PALETTE[at % PALETTE.length];
-  const runs = data.runs.map((run, at) => ({ ...run, colour: colourOf(at) })).filter((run) => run.curves);
+  const runs = data.runs.map((run) => ({ ...run, colour: colourOf(run.colour) })).filter((run) => run.curves);
 
   const sums = (column) => { let all = 0; return (column || []).map((n) => (all += n ?? 0)); };
   const rate = ({ sums: { samples, seconds: passed } }) => (samples || []).map((_, i) => {
@@ -21,18 +21,22 @@
     chart(target, draw);
   };
   const addCurves = (title, [axis, xs], ys) => addChart(title, (box) => plot(box, runs.map((run) => ({
-    x: xs(run), y: ys(run), name: run.strategy, type: "scatter", mode: xs(run).length < 3 ? "lines+markers" : "lines",
+    x: xs(run), y: ys(run), name: run.strategy, type: "scatter", mode: ys(run).filter(isNumber).length < xs(run).length || xs(run).length < 3 ? "lines+markers" : "lines", connectgaps: true, marker: { size: 5 },
     line: { width: 1.6, color: run.colour },
   })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: {} }));
 
   const drawCurves = () => {
     byId("charts").replaceChildren();
     if (!runs.length) { byId("charts").append(element("p", "No strategy has taken a step.", "quiet")); return; }
+    if (data.by !== "loss") {
+      addCurves(`${data.by.slice(8)} against time`, byTime, of(data.by));
+      addCurves(`${data.by.slice(8)} against samples`, bySamples, of(data.by));
+    }
     addCurves("loss against time", byTime, of("loss"));
     addCurves("loss against samples", bySamples, of("loss"));
     addCurves("samples per second", byTime, (run) => rate(run.curves));
     addChart("seconds for 1,000 samples, by part (means over workers)", (box) => plot(box, data.parts.map((part, at) => ({
-      type: "bar", name: part, x: runs.map((run) => run.strategy), y: runs.map((run) => run.parts[at]),
+      type: "bar", name: part, x: data.spent.map((each) => each.strategy), y: data.spent.map((each) => each.parts[at]),
       marker: { color: colourOf(at) },
     })), { barmode: "stack", showlegend: true, hovermode: "closest" }));
     addCurves("staleness, in updates", bySamples, of("staleness"));
