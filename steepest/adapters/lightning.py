@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from steepest.core.data.protocol import Source
+from steepest.core.models.metric_states import is_metric
 from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.core.models.scalars import describe
 from steepest.core.models.step_size import step_size
@@ -38,7 +39,8 @@ class LightningModel(TorchModel):
 
     Of the module's methods these are called: `configure_optimizers`, `training_step`,
     `validation_step` in `evaluate`, `train_dataloader` if no data are given. `log` and `log_dict`
-    make metrics: means over the batch, of torchmetrics' objects the value for the batch. `batch_idx`
+    make metrics: means over the batch. A metric of TorchMetrics is computed once for all samples of an
+    evaluation, and for each batch in training, as one whose name ends in "loss" is. `batch_idx`
     counts the replica's batches in the epoch, or in the evaluation. A batch whose `training_step` returns
     None counts for nothing in its step; where all do, no weight changes. `on_before_batch_transfer`,
     `transfer_batch_to_device` and `on_after_batch_transfer` are called, a data module's own before the module's.
@@ -192,6 +194,9 @@ class LightningModel(TorchModel):
                     f"log({name!r}, reduce_fx={reduce_fx!r}): what is logged is averaged over "
                     "batches, by their samples"
                 )
+            if self._evaluates and is_metric(value) and not name.endswith("loss"):
+                self._logged[name] = value  # computed once, of the whole evaluation
+                return
             if all(callable(getattr(value, method, None)) for method in ("compute", "reset")):
                 computed.append(value)
                 value = value.compute()

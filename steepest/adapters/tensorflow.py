@@ -36,8 +36,8 @@ class TensorFlowModel(Model):
     Gradients are means over a batch, as Keras' losses are. Dropout and other random layers are
     seeded for each batch anew, by the job's seed and the step. Metrics of several batches are
     averaged as Keras does: those that are means (accuracies, losses) by their own weights, of
-    samples, masks and `weighted_metrics`, which is exact; others (AUC) by numbers of samples, a
-    mean over batches.
+    samples, masks and `weighted_metrics`, which is exact; others (AUC) by numbers of samples: a
+    mean over batches, which is not exact.
 
     Args:
         keras_model: a `keras.Model`, compiled or not; built here if need be.

@@ -430,7 +430,8 @@ def gather(value: Any) -> Any:
     The gradient of the mean of all workers' losses goes through it.
 
     Args:
-        value: tensors, arrays, numbers, lists of numbers or texts; dicts, lists and tuples of these.
+        value: tensors, arrays, numbers, lists of numbers or texts; metrics of TorchMetrics, instead of each of which
+            it returns one over all workers' samples; dicts, lists and tuples of these.
 
     Raises:
         ConfigurationError: the value is of another form, or not of the same form on all workers; it is called before

@@ -22,10 +22,10 @@ from steepest.loop.gathering import (
     Region,
     alone,
     check_here,
+    from_record,
     joined,
-    leaves_of,
     packed,
-    rebuilt,
+    recorded,
 )
 from steepest.loop.kept import pack, unpack
 
@@ -168,7 +168,7 @@ class Gatherer:
     def _gather_at_top(self, value: Any) -> Any:
         """Return what the others have gathered before the first batch of the epoch; gather it, if none has."""
         if self._at_top < len(self.gathered_at_top):
-            found = rebuilt(value, unpack(self.gathered_at_top[self._at_top])["leaves"])
+            found = from_record(value, self.gathered_at_top[self._at_top])
             self._at_top += 1
             return found
         if self._loop.is_arriving:
@@ -177,7 +177,7 @@ class Gatherer:
                 "where these have not: let all workers gather there equally often"
             )
         found = self._gather(value)
-        self.gathered_at_top.append(pack({"leaves": leaves_of(found)}))
+        self.gathered_at_top.append(recorded(found))
         self._at_top += 1
         return found
 

@@ -12,7 +12,9 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.collectives.messages import Part
+from steepest.core.models.metric_states import MetricState, is_metric, merged, state_of
 from steepest.core.system import system
+from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.memory import as_tensor
 from steepest.errors import (
     ConfigurationError,
@@ -288,12 +290,13 @@ def is_column(value: Any) -> bool:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether a value is joined as a whole: a tensor, an array, a number, a text or a column."""
-    return isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)) or is_column(value)
+    """Return whether a value is joined as a whole: a tensor, an array, a number, a text, a column or a metric."""
+    tensor = isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN))
+    return tensor or is_column(value) or is_metric(value)
 
 
 def leaves_of(value: Any) -> dict[str, Any]:
-    """Return the tensors, numbers and columns in a value by the way to them, as Python writes it.
+    """Return the tensors, numbers, columns and metrics in a value by the way to them, as Python writes it.
 
     Raises:
         ConfigurationError: something else is in it.
@@ -317,7 +320,7 @@ def leaves_of(value: Any) -> dict[str, Any]:
         else:
             raise ConfigurationError(
                 f"steepest.gather() was given a {type(value).__name__}: give tensors, arrays, numbers, lists of "
-                "numbers or texts, and dicts, lists and tuples of these"
+                "numbers or texts, metrics of TorchMetrics, and dicts, lists and tuples of these"
             )
 
     look(value, "")
@@ -364,6 +367,9 @@ def as_rows(leaf: Any) -> Any:
     """Return what is joined of a leaf: a tensor with a row for each of its values, or a column."""
     if is_column(leaf):
         return leaf
+    if is_metric(leaf):
+        state = state_of(leaf)
+        return pack({"updates": state.updates, "tensors": dict(state.tensors)})
     if isinstance(leaf, str):
         return [leaf]
     tensor = torch.as_tensor(leaf).detach()
@@ -398,6 +404,9 @@ def joined(
     found = {}
     for way in everything[0]:
         leaf, of_leaf = own[way], [leaves[way] for leaves in everything]
+        if is_metric(leaf):
+            found[way] = merged(leaf, [_state(part) for part in of_leaf if len(part)])
+            continue
         places = _places([len(part) for part in of_leaf], order)
         whole = _like(leaf, _join(of_leaf, places))
         if follow is not None and requires_gradient(leaf):
@@ -408,6 +417,30 @@ def joined(
             whole = follow(leaf, whole, rows)
         found[way] = whole
     return rebuilt(value, found)
+
+
+def recorded(found: Any) -> torch.Tensor:
+    """Return what `joined` has returned as bytes, for a worker that joins later."""
+    leaves = leaves_of(found).items()
+    return pack(
+        {"leaves": {way: as_rows(each) if is_metric(each) else each for way, each in leaves}}
+    )
+
+
+def from_record(value: Any, record: torch.Tensor) -> Any:
+    """Return what `joined` has returned on others, from what `recorded` made of it, in the form of a worker's own."""
+    own, leaves = leaves_of(value), unpack(record)["leaves"]
+    found = {
+        way: merged(own[way], [_state(each)]) if is_metric(own.get(way)) else each
+        for way, each in leaves.items()
+    }
+    return rebuilt(value, found)
+
+
+def _state(part: torch.Tensor) -> MetricState:
+    """Return what `as_rows` was given of a metric."""
+    found = unpack(part)
+    return MetricState(found["updates"], Tensors(found["tensors"]))
 
 
 def _check_same(everything: Sequence[Mapping[str, Any]]) -> None:
@@ -442,6 +475,8 @@ def alone(value: Any) -> Any:
 
 
 def _alone(leaf: Any) -> Any:
+    if is_metric(leaf):
+        return merged(leaf, [state_of(leaf)])
     if requires_gradient(leaf):
         return leaf.reshape(1) if leaf.dim() == 0 else leaf
     return _like(leaf, as_rows(leaf))

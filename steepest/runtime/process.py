@@ -349,7 +349,9 @@ class ProcessActor:
         replicas = self._replicas
         replicas.layout.write(replicas.weights, weights)
         replicas.models[0].load_state(buffers)
-        return replicas.evaluate(data, None, 0, 1)
+        part = replicas.evaluate(data, None, 0, 1)
+        values = replicas.models[0].metric_values([part.states])
+        return replace(part.result, metrics={**part.result.metrics, **values})
 
     def sample_hashes(self, length: int, numbers: list[int]) -> list[str] | None:
         """Return hashes of samples of the models' data, see `steepest.core.data.fingerprint.sample_hashes`."""

@@ -11,7 +11,8 @@ import cloudpickle
 import numpy as np
 import torch
 
-from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.engine.replicas import EvaluatedPart, Replicas
+from steepest.core.models.metric_states import MetricState
 from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors, furthest
@@ -105,7 +106,7 @@ def unfrozen(replicas: Replicas) -> frozenset[str]:
 
 def evaluate(
     replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors
-) -> WorkerResult:
+) -> EvaluatedPart:
     """Return a worker's part of an evaluation, by its first replica with buffers averaged over all replicas."""
     own = replicas.models[0].state()
     replicas.models[0].load_state(state)
@@ -113,6 +114,13 @@ def evaluate(
         return replicas.evaluate(data, batch_size, replicas.worker, parts)
     finally:
         replicas.models[0].load_state(own)
+
+
+def metric_values(
+    replicas: Replicas, parts: Sequence[Mapping[str, MetricState]]
+) -> dict[str, float]:
+    """Return metrics over what all workers have accumulated in the evaluation that has just been made."""
+    return replicas.models[0].metric_values(parts)
 
 
 def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,35 @@ def test_a_collection_of_metrics_is_computed_for_each_batch() -> None:
         expected = {name: metric(output, target.long()).item() for name, metric in made().items()}
         assert dict(model.metrics(None)) == pytest.approx(expected)
     assert len(module.several.compute_groups) == 2
+
+
+def test_metrics_of_an_evaluation_are_computed_once_of_all_its_batches() -> None:
+    names = ("BinaryAUROC", "BinaryAveragePrecision", "BinaryPrecision", "BinaryRecall")
+
+    def made() -> dict[str, Any]:
+        return {name: getattr(torchmetrics.classification, name)() for name in names}
+
+    def step(self: Any, batch: Any) -> None:
+        self.several.update(*batch)
+        self.log_dict(self.several)
+        self.log("val_loss", self(X).mean())
+
+    def model_of(begins: list[int]) -> Any:
+        module = changed(validation_step=step)
+        module.several = torchmetrics.MetricCollection(made())
+        model = LightningModel(module, data=(X, Y), batch_size=4)
+        for _ in range(2):  # the first one is given up
+            model.begin_evaluation()
+            for begin, end in itertools.pairwise(begins):
+                model.evaluate((output[begin:end], target[begin:end]))
+        return model
+
+    output, target = X[:, 0].sigmoid(), (Y[:, 0] > 0).long()
+    expected = {name: metric(output, target).item() for name, metric in made().items()}
+    models = [model_of([0, 7, 20, 31]), model_of([31, len(X)])]
+    states = [model.metric_states() for model in models]
+    for model in models:
+        assert model.metric_values(states) == pytest.approx(expected)
 
 
 def test_a_step_may_return_a_dict_and_take_no_index_and_data_may_be_the_modules_own() -> None:

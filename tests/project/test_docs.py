@@ -40,6 +40,8 @@ MODULES = sorted(
 def test_examples_in_docstrings_run(name: str) -> None:
     if name.startswith("steepest.adapters.keras_"):
         pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow has it")
+    if name == "steepest.adapters.torchmetrics":
+        pytest.importorskip("torchmetrics", reason="pip install 'steepest[metrics]'")
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 
@@ -106,6 +108,14 @@ def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path) -> None
     pytest.importorskip("sklearn")
     (block,) = blocks_of("docs/howto/validation.md")
     assert "best: True" in run_block(block, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_the_example_of_metrics_runs_as_it_stands(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics", reason="pip install 'steepest[metrics]'")
+    (block,) = blocks_of("docs/howto/auc.md")
+    assert "{'auc': 1.0, 'calibration': " in run_block(block, tmp_path)
 
 
 def test_the_example_of_scripted_faults_runs_as_it_stands(

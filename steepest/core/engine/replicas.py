@@ -23,6 +23,7 @@ from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.messages.fields import RateChanges
 from steepest.core.messages.means import Measured, mean_metrics
+from steepest.core.models.metric_states import MetricState
 from steepest.core.models.protocol import (
     Arrive,
     Computed,
@@ -75,6 +76,14 @@ class WorkerResult:
     metrics: dict[str, float]  # means, by name
     timings: dict[str, float]  # seconds, by what they were spent on
     weights: Mapping[str, float]  # in means, of those metrics that have their own
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedPart:
+    """The result of one worker's part of an evaluation."""
+
+    result: WorkerResult
+    states: Mapping[str, MetricState]  # of metrics that are no means over batches, by name
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
@@ -614,7 +623,7 @@ class Replicas:
             model.load_state(before)
             self.batches.reopen(replica)
 
-    def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> WorkerResult:
+    def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> EvaluatedPart:
         """Return loss and metrics over a part of a data set, computed by the first replica.
 
         Args:
@@ -639,11 +648,13 @@ class Replicas:
             )
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
+        model.begin_evaluation()
         results = []
         for share, batch in zip(shares, source.open(shares), strict=True):
             model.expect(Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
-        return _mean(results, {"evaluate": self._now() - began})
+        result = _mean(results, {"evaluate": self._now() - began})
+        return EvaluatedPart(result, model.metric_states())
 
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:

@@ -13,6 +13,7 @@ import torch
 
 from steepest.core.data.protocol import Indices, Source
 from steepest.core.messages.fields import StepDigest
+from steepest.core.models.metric_states import MetricState
 from steepest.core.models.scalars import as_number, describe
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.portable import Record
@@ -305,6 +306,21 @@ class Model(ABC):
         """
 
     # -- what it may do besides ----------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Note that `evaluate` is about to be called for each batch of a worker's part of a data set."""
+
+    def metric_states(self) -> Mapping[str, MetricState]:
+        """Return, by name, what metrics have accumulated since an evaluation began that are no means over batches."""
+        return {}
+
+    def metric_values(self, parts: Sequence[Mapping[str, MetricState]]) -> dict[str, float]:
+        """Return the values of metrics over all samples of an evaluation, of which the model has seen some.
+
+        Args:
+            parts: what `metric_states` has returned on each worker, by rank.
+        """
+        return {}
 
     def unfrozen(self) -> frozenset[str]:
         """Return the names of frozen parameters that were unfrozen, and are not trained in `layout` yet."""

@@ -39,6 +39,12 @@ from steepest.core.models.losses import (
     weigh,
     with_parts,
 )
+from steepest.core.models.metric_states import (
+    AccumulatedMetrics,
+    MetricState,
+    is_metric,
+    without_metrics,
+)
 from steepest.core.models.names import plain, plainly
 from steepest.core.models.prefetch import Gates
 from steepest.core.models.protocol import (
@@ -103,8 +109,9 @@ class TorchModel(Model):
         optimizer: receives the module, returns a torch.optim optimizer, or a list of several over
             disjoint parameters, all of which step. State that it already has, as after
             `load_state_dict`, is taken over.
-        metrics: functions of (output, target), each a mean over the batch, by name. The target of a
-            batch that is a dict is its "labels".
+        metrics: functions of (output, target), each a mean over the batch, by name; or metrics of TorchMetrics,
+            which evaluations update with (output, target) and compute once, of all samples. The target of a batch that
+            is a dict is its "labels".
         lr_scheduler: receives the optimizer (of several, one with all their groups), returns a
             torch.optim.lr_scheduler; ticks once per step.
         learning_rate: instead of `lr_scheduler`: the learning rate as a function of the number of
@@ -151,6 +158,7 @@ class TorchModel(Model):
     _ready: Ready | None = None  # of the backward pass that runs
     _gates: Gates | None = None
     _weight = 0.0  # of the present batch
+    _evaluates = False  # a batch, instead of training on it
     _looked_for_sums = False
     _has_learned = False  # whether the loss of any batch has depended on a trained parameter
     #: of the layout, see `steepest.core.tensors.layout`; a subclass' model may have some
@@ -185,6 +193,7 @@ class TorchModel(Model):
         self.merging = chosen_buffers(buffers, module)
         self._loss = loss
         self._metrics = dict(metrics or {})
+        self._accumulated = AccumulatedMetrics()
         self._output: Any = None
         self._parameters = plainly(module.named_parameters())
         self._holders = plainly(holders_of(module, dict(module.named_parameters())))
@@ -268,12 +277,21 @@ class TorchModel(Model):
         Called after `loss` on the same batch, without gradients.
 
         Each is a number: Python's, a NumPy scalar, or a tensor without dimensions. NaN and infinity
-        are reported as they are.
+        are reported as they are. Or it is a metric of TorchMetrics that was updated with the batch: an
+        evaluation computes it once, of all its samples; training steps leave it out.
         """
         if not self._metrics:
             return {}
         target = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
-        return {name: metric(self._output, target) for name, metric in self._metrics.items()}
+        values: dict[str, Any] = {}
+        metric: Any
+        for name, metric in self._metrics.items():
+            if not is_metric(metric):
+                values[name] = metric(self._output, target)
+            elif self._evaluates:
+                metric.to(self._device).update(self._output, target)
+                values[name] = metric
+        return values
 
     # -- Model ---------------------------------------------------------------------------------
 
@@ -456,9 +474,8 @@ class TorchModel(Model):
         numbers: dict[str, float] = {}
         if metrics:
             with torch.no_grad():
-                numbers = with_parts(
-                    parts, checked_metrics(self.metrics(batch)), self._per(samples)
-                )
+                values = without_metrics(self.metrics(batch))
+                numbers = with_parts(parts, checked_metrics(values), self._per(samples))
         return Computed(loss.item() / self._per(samples), self._weight, samples, numbers)
 
     def _run_forward(self, batch: Any, arrive: Arrive) -> Weighed:
@@ -550,18 +567,31 @@ class TorchModel(Model):
         """
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
+        self._evaluates = True
         try:
             batch = self._to_device(batch)
             with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
             loss, parts, samples, weight = weigh(batch, result, self._share, self._sums)
-            numbers = checked_metrics(self.metrics(batch))
+            numbers = checked_metrics(self._accumulated.take(self.metrics(batch)))
             metrics = with_parts(parts, numbers, self._per(samples))
         finally:
-            self._output = None
+            self._output, self._evaluates = None, False
             for module, training in modes:
                 module.training = training
         return Computed(loss.item() / self._per(samples), weight, samples, metrics)
+
+    def begin_evaluation(self) -> None:
+        """Forget what metrics have accumulated."""
+        self._accumulated.begin()
+
+    def metric_states(self) -> dict[str, MetricState]:
+        """Return what metrics have accumulated since an evaluation began, by name."""
+        return self._accumulated.states()
+
+    def metric_values(self, parts: Sequence[Mapping[str, MetricState]]) -> dict[str, float]:
+        """Return the values of metrics over all that the workers have accumulated."""
+        return self._accumulated.values(parts)
 
     @staticmethod
     def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:

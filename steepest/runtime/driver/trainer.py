@@ -6,6 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,7 +20,8 @@ from steepest.config.run import RunConfig
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job, ModelCreator
-from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.engine.replicas import Replicas
+from steepest.core.models.metric_states import MetricState
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.errors import (
@@ -450,12 +452,26 @@ class DistributedSGD:
         require_batch_size(batch_size)
         cluster = self._live()
 
-        def evaluate() -> tuple[list[WorkerResult], int, int | None]:
+        def evaluate() -> EvaluationResult:
             arguments = data, batch_size, self.num_workers, self._state.merged_buffers()
-            results = cluster.workers.call(remote_functions.evaluate, *arguments, what="evaluate")
-            return results, *self._keeping.present()
+            parts = cluster.workers.call(remote_functions.evaluate, *arguments, what="evaluate")
+            step, epoch = self._keeping.present()
+            summary = summary_of([part.result for part in parts], step, epoch)
+            states = [part.states for part in parts]
+            values = self._metric_values(states) if any(states) else {}
+            return replace(summary, metrics={**summary.metrics, **values})
 
-        return summary_of(*self._calls.surviving(evaluate))
+        return self._calls.surviving(evaluate)
+
+    def _metric_values(self, parts: list[Mapping[str, MetricState]]) -> dict[str, float]:
+        """Return metrics over what all workers have accumulated, computed by one of them that has had samples."""
+        workers = [next(index for index, states in enumerate(parts) if states)]
+        call = self._training.cluster.workers.call
+        (values,) = call(
+            remote_functions.metric_values, parts, workers=workers, what="compute metrics"
+        )
+        found: dict[str, float] = values
+        return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
