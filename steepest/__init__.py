@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.core.tensors.codec import Codec as Codec
     from steepest.core.tensors.layout import ParameterLayout as ParameterLayout
     from steepest.data.ray_dataset import RayDataset as RayDataset
+    from steepest.embedding.bucketize import Bucketize as Bucketize
     from steepest.embedding.collection import EmbeddingCollection as EmbeddingCollection
     from steepest.embedding.modules import Embedding as Embedding
     from steepest.embedding.modules import EmbeddingBag as EmbeddingBag
@@ -88,6 +89,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AllreduceStrategy": "strategies.allreduce",
+    "Bucketize": "embedding.bucketize",
     "Callback": "observe.progress",
     "Checkpoints": "checkpoint.files",
     "Codec": "core.tensors.codec",

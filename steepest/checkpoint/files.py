@@ -30,7 +30,7 @@ from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifes
 from steepest.checkpoint.safetensors_file import read_some, read_tensors, write_tensors
 from steepest.checkpoint.saved_rows import TABLES as ROWS
 from steepest.checkpoint.saved_rows import CheckpointRows, RowLayer, SavedFile, ShardMark, shards_in
-from steepest.checkpoint.table_moves import changes_of_tables, require_tables
+from steepest.checkpoint.table_moves import changes_of_tables, require_hashes, require_tables
 from steepest.core.data.fingerprint import Fingerprint, differences
 from steepest.core.optim.spec import stateful
 from steepest.core.tensors.dtypes import LOOP_STATE
@@ -157,7 +157,8 @@ class Checkpoint:
             None), data (the fingerprint of the training data), batch (samples of a batch, and of a
             step), tables (the name, dimension, dtype, optimizer and group of each embedding table),
             replicated (of those that workers hold, with the parameter instead of the group),
-            evaluations, and of an increment base (see `BaseLink`).
+            hashes (of each table whose ids are texts, see `Table.hash`), evaluations, and of an increment base (see
+            `BaseLink`).
         rows: those that are not in `optimizer` yet, and are written beside it; None for none.
         saved_rows: those that were left where they lie, see `read_apart`; None for none.
     """
@@ -185,6 +186,7 @@ class JobSignature:
     batch: tuple[int, int] = (0, 0)  # samples of a batch, and of a step, which may differ
     # of tables that workers hold, see `steepest.checkpoint.replicated_tables`
     replicated: Sequence[Sequence[Any]] = ()
+    hashes: Mapping[str, str] = field(default_factory=dict)  # see `Checkpoint.about`
 
     def check(self, saved: Checkpoint, data: str = "continue") -> None:
         """Check that a checkpoint fits to this job; CheckpointError says in which property it does not.
@@ -222,6 +224,7 @@ class JobSignature:
                 "epochs begin anew"
             )
         require_tables(*self._all_tables(saved))
+        require_hashes(saved.about.get("hashes", {}), self.hashes)
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
             name: (tuple(buffer.shape), buffer.dtype)
@@ -308,6 +311,7 @@ def gather(
         "plain": plain,
         "tables": [list(each) for each in owner.tables],
         "replicated": [list(each) for each in owner.replicated],
+        "hashes": dict(owner.hashes),
         "aliases": {
             entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases
         },

@@ -276,6 +276,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "data": (lambda value: _is_mapping(value, _is_array), False),
     "batch": (lambda value: _is_list(value, _is_count) and len(value) == 2, False),
     "schedule": (lambda value: value is None or isinstance(value, dict), False),
+    "hashes": (lambda value: _is_mapping(value, _is_name), False),
     "replicated": (lambda value: _is_list(value, _is_replicated), False),
     "unfrozen": (lambda value: _is_list(value, _is_name), False),
     "rates": (_is_rates, False),

@@ -57,6 +57,19 @@ def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]])
             )
 
 
+def require_hashes(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Check that ids of texts are hashed as those of a checkpoint were, by table; CheckpointError otherwise.
+
+    Ids that one of the two has made itself may be of any hash.
+    """
+    for name in sorted(saved.keys() & own.keys()):
+        if saved[name] != own[name]:
+            raise CheckpointError(
+                f"the ids of its embedding table {name!r} are texts hashed by {saved[name]!r}, this job's by "
+                f"{own[name]!r}: give Table(hash={saved[name]!r}), or another name, with which it begins without rows"
+            )
+
+
 def changes_of_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> list[str]:
     """Return in words which tables a job has that a checkpoint has not, and the other way round."""
     before, after = described_tables(saved), described_tables(own)

@@ -23,10 +23,11 @@ from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_ids
 from steepest.tables.lives import seconds_of
 from steepest.tables.table import Table
+from steepest.tables.texts import text_ids
 from steepest.validation import require_choice
 
-#: Ids of a feature: a tensor (B,) or (B, N), a jagged tensor (B, *), or B lists.
-Ids = Tensor | Sequence[Sequence[int]]
+#: Ids of a feature: a tensor (B,) or (B, N), a jagged tensor (B, *), or B lists; or B texts, or lists of texts.
+Ids = Tensor | Sequence[Sequence[int]] | Sequence[str]
 
 
 class EmbeddingCollection(TableModule):
@@ -96,6 +97,7 @@ class EmbeddingCollection(TableModule):
         given = {} if per_sample_weights is None else per_sample_weights
         self._require_features(ids, given)
         names = list(ids)
+        ids = {name: _hashed(self._features[name], ids[name]) for name in names}
         parts = [_bags_of(name, ids[name]) for name in names]
         weights = [
             _weights_of(name, given.get(name), part)
@@ -238,6 +240,16 @@ def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
         moved.append(part[:-1] + begin)
         begin += int(part[-1])
     return torch.cat([*moved, bounds[-1].new_tensor([begin])])
+
+
+def _hashed(table: Table, ids: Any) -> Ids:
+    """Return the ids of texts, in their form: an array or a list of texts as a tensor, lists of texts as lists."""
+    if table.hash is None or isinstance(ids, Tensor):
+        found: Ids = ids
+        return found
+    if isinstance(ids, np.ndarray) or all(isinstance(part, str) for part in ids):
+        return torch.from_numpy(text_ids(ids, table.hash))
+    return [text_ids(part, table.hash).tolist() for part in ids]
 
 
 def _bags_of(name: str, ids: Ids) -> tuple[Tensor, Tensor]:

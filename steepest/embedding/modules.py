@@ -28,6 +28,7 @@ from steepest.tables.local import LocalRows
 from steepest.tables.pooling import Bags
 from steepest.tables.replicated import TOUCHED, first_values, replicated, require_range
 from steepest.tables.table import Table, merged
+from steepest.tables.texts import text_ids
 from steepest.validation import require_choice
 
 
@@ -59,6 +60,8 @@ class RowSource(Protocol):
         """
 
 
+#: What modules look up: ids, or for tables with `hash` an array or lists of texts.
+TextsOrIds = Tensor | np.ndarray[Any, Any] | Sequence[Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 Module = TypeVar("Module", bound="TableModule")
@@ -404,10 +407,11 @@ class Embedding(TableModule):
         self.padding_idx = require_padding(table, padding_idx)
 
     @left_to_python
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of ids of any shape: their shape, and the table's dimension."""
+    def forward(self, ids: TextsOrIds) -> Tensor:
+        """Return the embeddings of ids, or texts, of any shape: their shape, and the table's dimension."""
         (table,) = self.tables
-        flat = _require_tensor(table, ids).reshape(-1)
+        ids = _require_tensor(table, ids)
+        flat = ids.reshape(-1)
         kept = None if self.padding_idx is None else flat != self.padding_idx
         ((_, rows, inverse),) = self._look_up([(table, flat if kept is None else flat[kept])])
         values = embeddings_apart(rows, inverse)
@@ -446,12 +450,15 @@ class EmbeddingBag(TableModule):
 
     @left_to_python
     def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        ids: TextsOrIds,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return the embeddings of bags, (B, dim).
 
         Args:
-            ids: (B, N), bags of one size; or (n,) with offsets.
+            ids: (B, N), bags of one size; or (n,) with offsets. Or texts.
             offsets: (B,), where each bag begins; or (B + 1,) with `include_last_offset`.
             per_sample_weights: of the shape of ids, with mode "sum".
 
@@ -459,7 +466,8 @@ class EmbeddingBag(TableModule):
             ConfigurationError: shapes do not fit.
         """
         (table,) = self.tables
-        flat, bounds = _bags(_require_tensor(table, ids), offsets, self.include_last_offset)
+        ids = _require_tensor(table, ids)
+        flat, bounds = _bags(ids, offsets, self.include_last_offset)
         weights = per_sample_weights
         if weights is not None:
             if self.mode != "sum" or weights.shape != ids.shape:
@@ -488,10 +496,13 @@ def require_padding(table: Table, padding_idx: Any) -> int | None:
 
 
 def _require_tensor(table: Table, ids: Any) -> Tensor:
-    """Return ids that are one tensor; ConfigurationError: they are not, or it is a nested one."""
+    """Return ids, or those of texts, as one tensor; ConfigurationError: they are none, or a nested one."""
+    if table.hash is not None and not isinstance(ids, Tensor):
+        return torch.from_numpy(text_ids(ids, table.hash))
     if not isinstance(ids, Tensor):
         raise ConfigurationError(
-            f"ids of table {table.name!r} are a {type(ids).__name__}: give a tensor of integers"
+            f"ids of table {table.name!r} are a {type(ids).__name__}: give a tensor of integers, or "
+            "Table(hash='blake2b') texts"
         )
     if ids.is_nested:
         raise ConfigurationError(

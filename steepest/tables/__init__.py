@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.tables.row_optimizers import Adam as Adam
     from steepest.tables.row_optimizers import RowWiseAdagrad as RowWiseAdagrad
     from steepest.tables.table import Table as Table
+    from steepest.tables.texts import text_ids as text_ids
 
 _MODULES = {
     "Adagrad": "row_optimizers",
@@ -51,6 +52,7 @@ _MODULES = {
     "TruncatedNormal": "initial",
     "Uniform": "initial",
     "Zeros": "initial",
+    "text_ids": "texts",
 }
 __all__ = sorted(_MODULES)
 __getattr__, __dir__ = lazily(__name__, _MODULES)

@@ -83,6 +83,11 @@ class Dealing:
             for table in group
         ]
 
+    def hashes(self) -> dict[str, str]:
+        """Return, for checkpoints, the hash of each table whose ids are texts, by name."""
+        tables = [table for group in self.groups for table in group]
+        return {table.name: table.hash for table in tables if table.hash is not None}
+
     def name(self, chunk: int) -> str:
         """Return the name of the shard that is a chunk, see `ParameterLayout.shard_name`."""
         return f"tables/{chunk - self.first}"

@@ -16,6 +16,7 @@ from steepest.tables.lives import seconds_of
 from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
 from steepest.tables.spread import Spread, parts_of
+from steepest.tables.texts import HASHES
 from steepest.tables.tiered_rows import bytes_of, rows_in
 from steepest.validation import require_count
 
@@ -55,6 +56,8 @@ class Table:
             so that look-ups ask no server and updates travel with those of the dense layers; False to have
             them on servers. None to choose by size, see `steepest.tables.replicated`; `needs_servers` says why
             a table cannot be replicated.
+        hash: "blake2b" for a table whose ids are texts, of which modules make ids by that hash, see
+            `steepest.tables.text_ids`; a checkpoint names it. Tensors of integers are taken for hashes.
         default: the values of an id that has no row and gets none with the present batch: in evaluations,
             in exports, and in training until `admission` lets the id in, or where the table is not
             trainable. Without it such ids have the values with which their rows would begin.
@@ -83,6 +86,7 @@ class Table:
     memory_bytes: int | None = None
     num_embeddings: int | None = None
     replicate: bool | None = None
+    hash: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -157,6 +161,18 @@ class Table:
         if self.replicate and (reason := self.needs_servers):
             raise ConfigurationError(
                 f"replicate=True of table {self.name!r}, which {reason}: leave replicate out, or that"
+            )
+
+        if self.hash is None:
+            return
+        if self.hash not in HASHES:
+            raise ConfigurationError(
+                f"hash={self.hash!r:.80} of table {self.name!r}: give one of {', '.join(map(repr, HASHES))}, or None"
+            )
+        if self.num_embeddings is not None:
+            raise ConfigurationError(
+                f"hash={self.hash!r} of table {self.name!r} with num_embeddings={self.num_embeddings}: leave that out, "
+                "because hashes are any integers of 63 bits"
             )
 
     def _require_dtypes(self) -> None:

@@ -66,6 +66,7 @@ from steepest.errors import ModelError
 
 log = logging.getLogger(__name__)
 
+_TEXTS = ("U", "T", "O")  # kinds of NumPy's dtypes: text of one length, of any, and objects
 _DO = "return the mean, or give TorchModel(reduction='sum'), or return (loss, weight)"
 
 LossFunction = Callable[..., Loss | tuple[Loss, float]]
@@ -691,7 +692,9 @@ class TorchModel(Model):
         return self._take_array(batch) if hasattr(batch, "__array__") else batch
 
     def _take_array(self, array: Any) -> Any:
-        """Return an array of a batch as a tensor for the module."""
+        """Return an array of a batch as a tensor for the module; one of texts as it is."""
+        if getattr(getattr(array, "dtype", None), "kind", "") in _TEXTS:
+            return array
         return torch.as_tensor(array, device=self._device)
 
 

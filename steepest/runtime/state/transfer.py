@@ -537,8 +537,15 @@ class StateTransfer:
         tables_description = () if tables is None else tables.description()
         batch = described.batch_size, self._cluster.job.global_batch
         replicated = described_replicated(spec)
+        hashes = {} if tables is None else tables.hashes()
         return files.JobSignature(
-            described.layout, *own, tables_description, described.fingerprint, batch, replicated
+            described.layout,
+            *own,
+            tables_description,
+            described.fingerprint,
+            batch,
+            replicated,
+            hashes,
         )
 
 
