@@ -51,7 +51,8 @@ GROUPS = {
         "Callback", "EarlyStopping", "ReduceOnPlateau", "TensorBoard", "MLflow", "WandB", "Trackio", "Prometheus",
     ),
     "Embedding tables": (
-        "Table", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Bucketize", "connect", "ExportedTable", "ServedTable",
+        "Table", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Bucketize", "connect", "ExportedTable",
+        "ServedTable",
     ),
     "Shared arrays, collectives, predictions": ("ParameterServer", "ring_allreduce", "plan", "Forecast"),
     "Protocols, for what you write yourself": (
