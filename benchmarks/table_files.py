@@ -7,7 +7,9 @@
 Rows have Adagrad's sums; two servers and two workers run as plain processes of this machine. A round is, in this order:
 plain files of 64 MB written (each synced) and read; `save`; `restore` in a new program. Files leave the page cache
 before they are read. The ratio is that of `save`, or `restore`, over the plain files of the round: median, least,
-greatest. `restore` needs a job without rows: the start of its processes is not in it.
+greatest. `restore` needs a job without rows: the start of its processes is not in it, nor the second in which each
+loads compiled code for rows, since it restores a checkpoint without rows before. ``servers`` is the processor time
+of the job's other processes meanwhile, in seconds.
 
 ``driver_bytes`` is the greatest resident memory of the driver's process during the call, ``more`` what that is above
 the memory it had before.
@@ -43,6 +45,7 @@ from steepest import (
     TorchModel,
 )
 from steepest.embedding.modules import Embedding
+from steepest.runtime.places import processor_use
 from steepest.tables.hashing import deal
 from steepest.tables.initial import Uniform
 from steepest.tables.row_optimizers import Adagrad
@@ -157,7 +160,14 @@ def run(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
 def restored(rows: int, folder: Path) -> dict[str, float]:
     """Return what `restore` takes; the rows that are there then are counted."""
     with job(rows) as sgd:
+        sgd.save(folder.parent / "nothing")
+        sgd.restore(folder.parent / "nothing")
+        pids = {process.pid for process in sgd.processes()} - {os.getpid()}
+        before = [processor_use(pid) for pid in pids]
+        forget(folder)
         found = timed(lambda: sgd.restore(folder))
+        used = zip([processor_use(pid) for pid in pids], before, strict=True)
+        found["servers"] = sum(b[0] - a[0] for b, a in used if a is not None and b is not None)
         there = sgd.stats().tables["rows"]["rows"]
     if there != rows // FEATURES * FEATURES:
         raise AssertionError(f"{there} rows instead of {rows}")

@@ -32,7 +32,6 @@ from steepest import (
     SimpleStrategy,
     StepResult,
 )
-from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
 from steepest.errors import PeerLostError
 from steepest.testing.replay import replay
@@ -41,6 +40,7 @@ from tests.reference import same_bits
 from tests.simulated_programs import Fault, quiet
 from tests.simulation.run import Simulation, run_config
 from tests.simulation.virtual_threads import HangError
+from tests.whole_checkpoints import all_of
 
 # steps may last longer than all that a start may take
 _DEADLINES = DeadlineConfig(start=5.0, step=600.0, call=600.0, driver=1e6)
@@ -585,7 +585,7 @@ class Run:
         if not self._call(act, lambda: self.trainer.save(path)):
             self._saved.add(self._worlds.all)
             return
-        found = files.read(path)
+        found = all_of(path)
         self._worlds.at_step(found.about["step"], what="saved step")
         self._worlds.have(found.weights, "saved weights")
         self._saved = Worlds(self.family, self._worlds.all)

@@ -33,6 +33,7 @@ from steepest.testing.replay import replay
 from tests.reference import Task, Weights, same_bits, samples, sgd
 from tests.simulation.run import Simulation, pause, run_config
 from tests.table_tasks import counting, expected_counts, rows_in, table_values
+from tests.whole_checkpoints import all_of
 
 SAMPLES = 61
 _DEADLINES = DeadlineConfig(start=5.0, step=60.0, call=60.0, driver=40.0)
@@ -338,7 +339,7 @@ class Run:
         outcome.events = trainer.stats().events
         if program.tables:
             trainer.save(self._folder / "end")
-            outcome.rows = rows_in(files.read(self._folder / "end"))
+            outcome.rows = rows_in(all_of(self._folder / "end"))
 
     def _prepare(self, action: int, simulation: Simulation) -> None:
         """Have the faults of an action happen."""
@@ -358,7 +359,7 @@ class Run:
         elif kind == "save":
             trainer.save(self._folder / "saved")
             # steps that a death has undone meanwhile are not in it
-            self._saved = files.read(self._folder / "saved").about["step"]
+            self._saved = all_of(self._folder / "saved").about["step"]
         elif kind == "restore" and self._saved is not None:
             self._restores += 1
             outcome.begun = shutil.copytree(
@@ -448,7 +449,7 @@ def _check_rows(outcome: Outcome) -> None:
     counts, updates = expected_counts(COUNTING, outcome.log)
     values = table_values(COUNTING, outcome.rows)["rows.weight"]
     if outcome.begun is not None:
-        begun = files.read(outcome.begun)
+        begun = all_of(outcome.begun)
         values -= table_values(COUNTING, rows_in(begun))["rows.weight"]
         updates += float(begun.weights["updates"][0])
     error = (values - counts[:, None]).abs().max()

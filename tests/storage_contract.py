@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
@@ -20,6 +21,7 @@ from steepest.errors import CheckpointError
 from steepest.observe.history_file import history_file
 from tests.checkpoint_contents import content
 from tests.reference import same_bits
+from tests.whole_checkpoints import all_of, newest_of
 
 
 def kept(place: StoragePlace) -> list[int]:
@@ -28,7 +30,7 @@ def kept(place: StoragePlace) -> list[int]:
 
 
 def holds(place: StoragePlace, value: float) -> bool:
-    found = files.read(place)
+    found = all_of(place)
     return (
         same_bits(found.weights, content(value).weights)
         and same_bits(found.optimizer, content(value).optimizer)
@@ -163,7 +165,7 @@ class StorageContract:
 
     def test_a_checkpoint_takes_the_place_of_the_last(self, place: StoragePlace) -> None:
         with pytest.raises(CheckpointError, match=f"no checkpoint at {place}"):
-            files.read(place)
+            all_of(place)
         for value in (1, 2, 3):
             files.write(place, content(float(value), value))
             assert holds(place, float(value))
@@ -173,7 +175,10 @@ class StorageContract:
         parts = Parts(place)
         files.write(place, replace(content(), rows=parts))
         assert parts.seen == [0, 1]
-        assert files.read(place).optimizer["tables/0/keys"].tolist() == [0, 0, 0, 1, 1, 1]
+        written = sorted(each for each in names(place) if each.startswith("tables-"))
+        raw = [load(storage_of(place).read(place / name)) for name in written]
+        found = [tensors["tables/0/keys"] for tensors in raw]
+        assert torch.cat(found).tolist() == [0, 0, 0, 1, 1, 1]
 
     def test_blocks_are_small(self, place: StoragePlace) -> None:
         seen: list[object] = []
@@ -181,7 +186,7 @@ class StorageContract:
         files.write(place, big, seen.append)
         weights = next(each for each in seen if "weights-" in str(each))
         assert seen.count(weights) >= 24 / 4
-        assert same_bits(files.read(place).weights, big.weights)
+        assert same_bits(all_of(place).weights, big.weights)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
     @pytest.mark.parametrize("at", ["optimizer-", MANIFEST])
@@ -195,7 +200,7 @@ class StorageContract:
         with pytest.raises(error):
             files.write(place, content(1.0, 1), end)
         with pytest.raises(CheckpointError, match="no checkpoint at"):
-            files.read(place)
+            all_of(place)
         files.write(place, content(2.0, 2))
         with pytest.raises(error):
             files.write(place, content(3.0, 3), end)
@@ -248,20 +253,20 @@ class StorageContract:
         raw = storage.read(weights)
         storage.write(weights, blocks(raw[:-1], b"!"))
         with pytest.raises(CheckpointError, match=f"damaged checkpoint at {place}.*checksum"):
-            files.read(place)
+            all_of(place)
         storage.remove(weights)
         with pytest.raises(CheckpointError, match=f"damaged checkpoint at {place}"):
-            files.read(place)
+            all_of(place)
 
     # -- those of a job --------------------------------------------------------------------------
 
     def test_the_newest_and_the_best_stay(self, place: StoragePlace) -> None:
         directory = CheckpointDirectory(place, 2)
-        assert directory.newest() is None
+        assert newest_of(directory) is None
         for value in (10, 20, 30, 40):
             directory.put(content(float(value), value), best=10)
         assert kept(place) == [10, 30, 40]
-        found = CheckpointDirectory(place, 2).newest()
+        found = newest_of(CheckpointDirectory(place, 2))
         assert found is not None
         assert found[0].name == "000004-step-40"
         assert same_bits(found[1].weights, content(40.0).weights)
@@ -278,11 +283,11 @@ class StorageContract:
         for name in ("000001-step-1", "000002-step-2"):
             storage.make(place / name)
             storage.write(place / name / "weights-1.safetensors", blocks(b"half a"))
-        assert directory.newest() is None
+        assert newest_of(directory) is None
         directory.put(content(3.0, 3))
         assert kept(place) == [3]
         storage.remove(place / "000003-step-3" / MANIFEST)  # a deletion that was cut off
-        assert directory.newest() is None
+        assert newest_of(directory) is None
 
     def test_a_manifest_is_removed_before_its_files(
         self, place: StoragePlace, monkeypatch: pytest.MonkeyPatch
@@ -301,7 +306,7 @@ class StorageContract:
         assert MANIFEST not in names(old)
         assert len(names(old)) == 3
         again = CheckpointDirectory(place, 1)
-        assert again.newest() is not None
+        assert newest_of(again) is not None
         again.put(content(3.0, 3))
         assert kept(place) == [3]
 
@@ -322,10 +327,10 @@ class StorageContract:
         for value in (1, 2):
             _, link = directory.put(replace(content(float(value), value), rows=Rows(link)))
         assert kept(place) == [1, 2]
-        assert CheckpointDirectory(place, 1).newest() is not None
+        assert newest_of(CheckpointDirectory(place, 1)) is not None
         storage_of(place).remove_folder(place / "000001-step-1")
         with pytest.raises(CheckpointError, match=f"{place}/000001-step-1, which is to be"):
-            files.read(place / "000002-step-2")
+            all_of(place / "000002-step-2")
 
     # -- the history -----------------------------------------------------------------------------
 

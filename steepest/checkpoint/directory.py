@@ -52,21 +52,16 @@ class CheckpointDirectory:
         found = [path for path in folders if _NAME.fullmatch(path.name)]
         return sorted(found, key=_number)
 
-    def newest(self) -> tuple[StoragePlace, files.Checkpoint] | None:
-        """Return the newest whole checkpoint with its path; None if no checkpoint was finished.
-
-        Newer ones that are not whole are named in a warning.
-
-        Raises:
-            CheckpointError: some were finished, and all of those are damaged; or one cannot be read
-                now.
-        """
-        return next(self.newest_first(files.read), None)
-
     def newest_first(
         self, read: Callable[[StoragePlace], files.Checkpoint]
     ) -> Iterator[tuple[StoragePlace, files.Checkpoint]]:
-        """Yield whole checkpoints with their paths, the newest first, as a function reads them; else as `newest`."""
+        """Yield whole checkpoints with their paths, the newest first, as a function reads them.
+
+        Those that are not whole are named in a warning.
+
+        Raises:
+            CheckpointError: some were finished, and all of those are damaged; or one cannot be read now.
+        """
         for path in reversed(self.paths()):
             try:
                 found = read(path)

@@ -458,28 +458,6 @@ def _clear(path: StoragePlace, old: Collection[str], progress: Progress) -> None
                 storage.remove(file)
 
 
-def read(path: StoragePlace) -> Checkpoint:
-    """Return the checkpoint at a path, with the rows of those that it continues.
-
-    Raises:
-        CheckpointError: it, or one that it continues, is missing, of another format, incomplete or
-            damaged.
-        UnreachableError: it cannot be read now.
-    """
-    files, about = _manifest(path)
-    weights, replicas = (_tensors(path, files[kind]) for kind in ("weights", "replicas"))
-    optimizer = [_optimizer(path, files)]
-    optimizer += _of_bases(path, about, lambda folder, files, _: _optimizer(folder, files))
-    state = optimizer.pop()
-    try:
-        while optimizer:
-            state = rows.increased(state, optimizer.pop())
-    except CheckpointError as error:
-        raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
-    about = {key: value for key, value in about.items() if key not in ("base", "shards")}
-    return Checkpoint(weights, state, replicas, about)
-
-
 T = TypeVar("T")
 
 
@@ -587,15 +565,6 @@ def _manifest(
     if sha256 not in (None, hashlib.sha256(raw).hexdigest()):
         raise CheckpointError(f"another checkpoint is at {path} now")
     return found
-
-
-def _optimizer(path: StoragePlace, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the optimizer state, with rows of tables; CheckpointError: a file is missing or damaged."""
-    parts = [_tensors(path, about) for about in files[TABLES]]
-    try:
-        return _tensors(path, files["optimizer"]) | rows.together(parts)
-    except RuntimeError as error:  # arrays of other widths or dtypes
-        raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
 
 
 def _tensors(path: StoragePlace, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -82,7 +82,7 @@ def pieces_for(
     for old in moves.numbers(group):
         for at in range(saved.shards) if shards is None else sorted(shards):
             number = old * saved.shards + at
-            for piece in _of_shard(saved, number, moves.tables_in(old), read):
+            for piece in rows_of_shard(saved, number, moves.tables_in(old), read):
                 yield moves.moved(piece, old, group)
 
 
@@ -100,7 +100,7 @@ def rows_of_table(saved: CheckpointRows, table: Described, read: Reader) -> Iter
     """Yield the rows of one table of a checkpoint, piece by piece; ConfigurationError: they make no sense."""
     count = sum(each[4] == table.group for each in saved.tables)
     for at in range(saved.shards):
-        for piece in _of_shard(saved, table.group * saved.shards + at, count, read):
+        for piece in rows_of_shard(saved, table.group * saved.shards + at, count, read):
             yield piece.only(piece.tables == table.number, slice(0))
 
 
@@ -132,7 +132,9 @@ class NewerIds:
         return replace(piece.only(known < 0, slice(0)), counters={})
 
 
-def _of_shard(saved: CheckpointRows, shard: int, tables: int, read: Reader) -> Iterator[TableState]:
+def rows_of_shard(
+    saved: CheckpointRows, shard: int, tables: int, read: Reader
+) -> Iterator[TableState]:
     """Yield the rows of a shard of so many tables of a checkpoint, of each id the newest layer's."""
     newest = saved.layers[0].marks[shard]
     pause = max((saved.now or 0) - newest.clock, 0) if newest.clock else 0

@@ -10,7 +10,7 @@ import torch
 from steepest.checkpoint.row_values import wide
 from steepest.checkpoint.saved_rows import TABLES
 from steepest.checkpoint.table_moves import TableMoves
-from steepest.errors import CheckpointError, ConfigurationError
+from steepest.errors import CheckpointError
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
@@ -19,20 +19,6 @@ if TYPE_CHECKING:
 #: Of each shard its arrays: those of `TableState`; "updates", the version; "since", in an increment.
 _Shards = dict[int, dict[str, torch.Tensor]]
 _NO_ARRAYS = ("updates", "since", "life", "seed", "clock")
-
-
-def together(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return arrays of which parts are in several mappings, one after the other; empties the mappings."""
-    pieces: dict[str, list[torch.Tensor]] = {}
-    for part in parts:
-        while part:
-            name, value = part.popitem()
-            pieces.setdefault(name, []).append(value)
-    found = {}
-    for name in list(pieces):
-        values = pieces.pop(name)
-        found[name] = values[0] if len(values) == 1 else torch.cat(values)
-    return found
 
 
 def unpushed(
@@ -47,37 +33,6 @@ def unpushed(
         return {worker: dict(state) for worker, state in states.items()}
     moves = TableMoves(saved, dealing)
     return {worker: moves.unpushed(state) for worker, state in states.items()}
-
-
-def increased(
-    base: Mapping[str, torch.Tensor], increment: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return an increment's optimizer state, completed with the unchanged rows of its whole base.
-
-    Both by "parameter/key".
-
-    Raises:
-        CheckpointError: the increment is not one of this base.
-    """
-    from steepest.tables import state
-
-    before, after = by_shard(base), by_shard(increment)
-    found = dict(increment)
-    for shard, changes in after.items():
-        if "since" not in changes:
-            continue
-        earlier = before.get(shard, {})
-        if not torch.equal(earlier.get("updates", torch.empty(0)), changes["since"]):
-            raise CheckpointError(f"its rows of {TABLES}{shard} are not changes of these rows")
-        try:
-            whole = arrays_of_state(
-                state.increased(state_of_arrays(earlier), state_of_arrays(changes))
-            )
-        except ConfigurationError as error:
-            raise CheckpointError(f"{TABLES}{shard}: {error}") from error
-        found |= {f"{TABLES}{shard}/{key}": value for key, value in whole.items()}
-        del found[f"{TABLES}{shard}/since"]
-    return found
 
 
 def by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:

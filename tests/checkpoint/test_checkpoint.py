@@ -18,7 +18,6 @@ from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
 from steepest.checkpoint.files import (
     MANIFEST,
     JobSignature,
-    read,
     write,
 )
 from steepest.core.engine.optimizer_slices import assemble, disassemble
@@ -27,6 +26,7 @@ from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.testing import InProcessCluster
 from tests.checkpoint_contents import DAMAGES, Tied, about, content, edit, layouts
 from tests.reference import Task, difference, same_bits, samples
+from tests.whole_checkpoints import all_of
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
@@ -45,7 +45,7 @@ def ps(servers: int) -> ParameterServerStrategy:
 
 
 def holds(path: Path, value: float) -> bool:
-    found = read(path)
+    found = all_of(path)
     return same_bits(found.weights, {"w": torch.full((3,), float(value))}) and found.about[
         "step"
     ] == int(value)
@@ -53,7 +53,7 @@ def holds(path: Path, value: float) -> bool:
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     write(tmp_path / "deep" / "down", content(3.0))
-    found = read(tmp_path / "deep" / "down")
+    found = all_of(tmp_path / "deep" / "down")
     assert same_bits(found.weights, content(3.0).weights)
     assert same_bits(found.optimizer, content(3.0).optimizer)
     assert (found.replicas, found.about) == ({}, about())
@@ -135,17 +135,17 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
     write(tmp_path, content())
     DAMAGES[damage](tmp_path)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        read(tmp_path)
+        all_of(tmp_path)
 
 
 def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        read(tmp_path)
+        all_of(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        read(tmp_path / "nowhere")
+        all_of(tmp_path / "nowhere")
     file = tmp_path / "file"
     file.touch()
-    for use in (read, lambda path: write(path, content())):
+    for use in (all_of, lambda path: write(path, content())):
         with pytest.raises(CheckpointError, match=str(file)):
             use(file)
 
@@ -158,7 +158,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
         tmp_path / "a", lambda m: m["files"]["weights"].update(other, name=f"../b/{other['name']}")
     )
     with pytest.raises(CheckpointError, match="weights"):
-        read(tmp_path / "a")
+        all_of(tmp_path / "a")
 
 
 # -- optimizer state, however it is split --------------------------------------------------------------
@@ -341,7 +341,7 @@ class TestOverProcesses:
         sgd, path, _ = trained
         sgd.restore(path)
         before = sgd.state_dict()
-        saved = read(path)
+        saved = all_of(path)
         described = {key: value for key, value in saved.about.items() if key != "format"}
         single = {
             name: value.float() if name == "head.bias" else value

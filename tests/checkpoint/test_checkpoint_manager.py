@@ -37,6 +37,7 @@ from tests.checkpoint_contents import DAMAGES, content
 from tests.conftest import ROOT
 from tests.reference import same_bits, samples
 from tests.step_callbacks import Stop
+from tests.whole_checkpoints import all_of, newest_of
 
 
 @pytest.mark.parametrize(
@@ -63,14 +64,14 @@ def put(directory: CheckpointDirectory, *steps: int) -> None:
 
 
 def newest(path: Path) -> int | None:
-    found = CheckpointDirectory(path, 1).newest()
+    found = newest_of(CheckpointDirectory(path, 1))
     return None if found is None else int(found[1].about["step"])
 
 
 def test_the_newest_stay_whatever_their_steps(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "down"
     directory = CheckpointDirectory(path, 3)
-    assert directory.newest() is None
+    assert newest_of(directory) is None
     put(directory, 10, 20)
     assert (kept(path), newest(path)) == ([10, 20], 20)
     put(directory, 30, 40)
@@ -88,7 +89,7 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     for step, best in ((10, 10), (20, 10), (30, 10), (40, 40), (50, 40), (60, 40)):
         directory.put(content(float(step), step), best=best)
         assert (found := directory.of_step(best)) is not None
-        assert files.read(found).about["step"] == best
+        assert all_of(found).about["step"] == best
     assert kept(tmp_path) == [40, 50, 60]
     directory.put(content(70.0, 70), best=5)  # which is not there
     assert kept(tmp_path) == [60, 70]
@@ -102,7 +103,7 @@ def test_a_damaged_one_is_passed_over_and_said_to_be(
     put(directory, 1, 2, 3)
     DAMAGES[damage](directory.paths()[-1])
     again = CheckpointDirectory(tmp_path, 2)
-    found = again.newest()
+    found = newest_of(again)
     assert found is not None
     assert found[0].name == "000002-step-2"
     assert same_bits(found[1].weights, content(2.0).weights)
@@ -184,7 +185,7 @@ def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
     for path in directory.paths():
         DAMAGES["half a file"](path)
     with pytest.raises(CheckpointError, match=f"{tmp_path}.*another path"):
-        directory.newest()
+        newest_of(directory)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         CheckpointDirectory(next(path for path in directory.paths()) / files.MANIFEST, 1)  # a file
 
@@ -310,7 +311,7 @@ class TestSimulated:
             sgd.save(tmp_path / "own")
             sgd.fit(steps=10, progress=False)
         with trainer(tmp_path / "kept") as sgd:
-            saved = files.read(tmp_path / "own")
+            saved = all_of(tmp_path / "own")
             older = {
                 key: value
                 for key, value in saved.about.items()
@@ -394,7 +395,7 @@ class TestSimulated:
                     (epoch, i) for epoch, *place in sgd.log().samples() for i in range(*place)
                 )
                 sgd.save(tmp_path / f"with {workers}")
-                rest = files.read(tmp_path / f"with {workers}").about
+                rest = all_of(tmp_path / f"with {workers}").about
                 expected = Counter(
                     {(epoch, i): 1 for epoch in range(rest["epoch"] + 1) for i in range(13)}
                 )

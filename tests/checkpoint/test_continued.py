@@ -16,6 +16,7 @@ from steepest.checkpoint import files
 from steepest.core.strategies.strategy import Strategy
 from tests.counted_streams import BATCH, LENGTH, Recorded, counting
 from tests.reference import Task, difference, samples, sgd
+from tests.whole_checkpoints import all_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("simulated")]
 
@@ -40,7 +41,7 @@ def visits(trainer: DistributedSGD) -> list[int]:
 
 def older(path: Path) -> Path:
     """A checkpoint as earlier versions wrote it."""
-    saved = files.read(path)
+    saved = all_of(path)
     assert {"begun", "updates"} <= saved.about.keys()
     told = {
         key: value
@@ -72,7 +73,7 @@ def test_an_epoch_ends_in_the_order_in_which_it_was_begun(
             second.restore(tmp_path / "end")
             assert not caplog.records
             second.save(tmp_path / "same end")
-            about = files.read(tmp_path / "same end").about
+            about = all_of(tmp_path / "same end").about
             assert (about["step"], about["epoch"], about["offset"]) == (3, 1, 0)
             assert not about["left"]
             assert not about["begun"]

@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.checkpoint.files import Checkpoint, read, write
+from steepest.checkpoint.files import Checkpoint, write
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.checkpoint.safetensors_file import read_tensors
 from steepest.errors import CheckpointError
 from tests.checkpoint_contents import about, content, edit
 from tests.reference import same_bits
+from tests.whole_checkpoints import all_of, newest_of
 
 FILES = {
     kind: {"name": f"{kind}-3-0123abcd.safetensors", "sha256": "0" * 64, "dtypes": {}}
@@ -125,7 +126,7 @@ def test_another_format_is_refused_and_the_one_that_is_read_named(
     write(tmp_path, content())
     edit(tmp_path, lambda manifest: manifest.update(format=other))
     with pytest.raises(CheckpointError, match=r"format .*this one reads 2"):
-        read(tmp_path)
+        all_of(tmp_path)
 
 
 WRONG = {
@@ -180,7 +181,7 @@ def test_every_damage_is_passed_over_with_a_warning(
     ]
     for raw in manifests:
         (directory.put(content(2.0, 2))[0] / MANIFEST).write_bytes(raw)
-    found = CheckpointDirectory(tmp_path, 100).newest()
+    found = newest_of(CheckpointDirectory(tmp_path, 100))
     assert found is not None
     assert found[0].name == "000001-step-1"
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(manifests)
@@ -215,7 +216,7 @@ def test_whatever_is_read_was_written(
     at %= len(raw)
     file.write_bytes(raw[:at] + put + raw[at + cut :])
     try:
-        assert is_written(read(tmp_path))
+        assert is_written(all_of(tmp_path))
     except CheckpointError:
         pass
     finally:

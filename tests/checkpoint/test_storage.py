@@ -30,6 +30,7 @@ from tests.reference import same_bits
 from tests.simulation.run import Simulation, run_config
 from tests.step_callbacks import Stop
 from tests.storage_contract import StorageContract, blocks, holds, kept, names
+from tests.whole_checkpoints import all_of, newest_of
 
 
 class TestDirectories(StorageContract):
@@ -341,7 +342,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
     for errors in ({"cat_file": [None, OSError("down")]}, {"ls": [OSError("down")]}):
         flaky.errors = dict(errors)
         with pytest.raises(CheckpointError, match="cannot .*down"):
-            down.newest()
+            newest_of(down)
     flaky.errors = {"cat_file": [OSError("down")]}
     with pytest.raises(CheckpointError, match=f"cannot read the checkpoint at {url}"):
         files.about(url / "000002-step-2")
@@ -363,10 +364,10 @@ def test_a_full_disk_of_this_machine_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryDirectory", lambda **_: nullcontext(tmp_path))
         with pytest.raises(CheckpointError, match=f"cannot read .* to {tmp_path}/.*No space"):
-            files.read(url)
+            all_of(url)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="cannot read .* temporary directory"):
-        files.read(url)
+        all_of(url)
 
 
 # -- leases -------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from steepest import (
     LocalStrategy,
     StepResult,
 )
-from steepest.checkpoint import files
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.testing.replay import replay
 from tests.reference import Weights, difference, same_bits
@@ -33,6 +32,7 @@ from tests.struck_jobs import (
     StruckJob,
     running,
 )
+from tests.whole_checkpoints import all_of
 
 STEPS = 20
 SNAPSHOTS = FailureConfig(spares=0, patience=math.inf, snapshot_every=7, max_failures=20)
@@ -67,7 +67,7 @@ def evaluated(job: StruckJob) -> None:
 
 def saved(job: StruckJob) -> None:
     job.trainer.save(job.folder / "after")
-    found = files.read(job.folder / "after")
+    found = all_of(job.folder / "after")
     assert found.about["step"] == job.alone.step
     if job.kind.exact:
         weights = {name: torch.as_tensor(each) for name, each in found.weights.items()}
@@ -183,7 +183,7 @@ def test_a_program_that_ends_with_save_saves_its_last_step(name: str, tmp_path: 
             job.trainer.fit(steps=STEPS, progress=False)
             job.simulation.at_event(event, lambda job=job: job.kill(HOLDERS[name]))
             job.trainer.save(folder / "last")
-            found = files.read(folder / "last")
+            found = all_of(folder / "last")
             assert found.about["step"] == STEPS
             weights = {key: torch.as_tensor(each) for key, each in found.weights.items()}
             expected = Alone(KINDS[name].task).at(STEPS).weights()

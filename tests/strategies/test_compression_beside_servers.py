@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, LocalStrategy, ParameterServerStrategy, PowerSGD
-from steepest.checkpoint.files import read
 from tests.reference import Task, Weights, same_bits, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation
+from tests.whole_checkpoints import all_of
 
 STRATEGIES: dict[str, Any] = {
     "int8 changes": LocalStrategy(sync_every=2, num_servers=1, compression="int8"),
@@ -53,7 +53,7 @@ def test_a_worker_that_leaves_nothing_out_is_one_of_the_checkpoint_all_the_same(
         trainer.save(tmp_path / "again")
         trainer.fit(steps=5, progress=False)
         assert same_bits(bits(trainer), expected)
-    saved, again = (read(tmp_path / path).replicas for path in ("saved", "again"))
+    saved, again = (all_of(tmp_path / path).replicas for path in ("saved", "again"))
     assert same_bits(saved, again)
     states = {key.split("/")[0]: 0 for key in saved if key.startswith("compression:")}
     assert len(states) in (0, workers)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, PowerSGD, TopK
-from steepest.checkpoint.files import read
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.whole_checkpoints import all_of
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -28,7 +28,7 @@ TASK = Task(wide, sgd(momentum=0.9), samples(24, dtype=torch.float32))
 
 def left_out(path: Path) -> dict[str, torch.Tensor]:
     """By worker and parameter, from a checkpoint."""
-    replicas = read(path).replicas
+    replicas = all_of(path).replicas
     return {
         key.removeprefix("compression:"): value
         for key, value in replicas.items()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, ParameterServerStrategy, TorchModel, connect
-from steepest.checkpoint import files
 from steepest.core.system import system
 from steepest.embedding.collection import EmbeddingCollection
 from steepest.errors import ConfigurationError
@@ -28,6 +27,7 @@ from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
 from tests.table_tasks import mostly_long, rows_in, same_rows
 from tests.table_tools import ids_of, push, same, table
+from tests.whole_checkpoints import all_of
 
 HOUR = 3600
 MINUTE = 60
@@ -184,7 +184,7 @@ def test_rows_that_no_push_has_for_a_time_go_and_a_replay_makes_the_same(
         sgd.save(tmp_path / "saved")
         log = sgd.log()
     assert all(commit.clock > 0 for part in log.parts for commit in part.commits)
-    rows = rows_in(files.read(tmp_path / "saved"))
+    rows = rows_in(all_of(tmp_path / "saved"))
     state = replay_state(log, create)
     assert same_rows({n: v for n, v in state.items() if n.startswith("tables/")}, rows)
 
@@ -231,7 +231,7 @@ def test_lives_go_on_through_deaths_moves_and_checkpoints(tmp_path: Path) -> Non
         wait(0.7 * MINUTE)
         sgd.fit(steps=2, progress=False)
         sgd.save(tmp_path / "straight")
-    expected = without_times(rows_in(files.read(tmp_path / "straight")))
+    expected = without_times(rows_in(all_of(tmp_path / "straight")))
     simulation = Simulation(3)
     with quiet(), trainer(create, COPIES, simulation=simulation) as sgd:
         sgd.fit(steps=3, progress=False)
@@ -247,7 +247,7 @@ def test_lives_go_on_through_deaths_moves_and_checkpoints(tmp_path: Path) -> Non
         wait(0.7 * MINUTE)
         sgd.fit(steps=2, progress=False)
         sgd.save(tmp_path / "moved")
-    assert same_rows(without_times(rows_in(files.read(tmp_path / "moved"))), expected)
+    assert same_rows(without_times(rows_in(all_of(tmp_path / "moved"))), expected)
 
 
 def without_times(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -329,7 +329,7 @@ def test_lives_by_feature_travel_and_are_replayed(strategy: Any, tmp_path: Path)
         log = found.log()
         found.save(tmp_path / "end")
     state = replay_state(log, create)
-    expected = rows_in(files.read(tmp_path / "end"))
+    expected = rows_in(all_of(tmp_path / "end"))
     assert same_rows({n: v for n, v in state.items() if n.startswith("tables/")}, expected)
     with trainer(
         create, strategy, workers=1

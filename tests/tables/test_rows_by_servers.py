@@ -28,6 +28,7 @@ from tests.reference import same_bits
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation
 from tests.table_jobs import trainer, words
+from tests.whole_checkpoints import all_of
 
 IDS = torch.randint(400, (96,), generator=torch.Generator().manual_seed(0))
 TWO = ParameterServerStrategy(num_servers=2)
@@ -42,7 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_of(path: Path) -> dict[str, torch.Tensor]:
     """What a checkpoint has of tables; the time of its writing is no part of it."""
-    return {n: v for n, v in files.read(path).optimizer.items() if n.startswith("tables/")}
+    return {n: v for n, v in all_of(path).optimizer.items() if n.startswith("tables/")}
 
 
 class _Failing:
@@ -175,7 +176,7 @@ def test_a_checkpoint_without_marks_of_shards_is_looked_into(tmp_path: Path) -> 
     with trainer(create, TWO) as sgd:
         sgd.fit(steps=4, progress=False)
         sgd.save(tmp_path / "new")
-        whole = files.read(tmp_path / "new")
+        whole = all_of(tmp_path / "new")
         files.write(tmp_path / "old", whole)  # all rows beside the optimizer's state, and no marks
         assert "shards" not in files.about(tmp_path / "old")
         expected = sgd.export_table("words")
@@ -235,7 +236,7 @@ def test_an_id_with_two_rows_is_damage(tmp_path: Path) -> None:
     with trainer(words(IDS, shards=2, optimizer=Adagrad()), TWO) as sgd:
         sgd.fit(steps=4, progress=False)
         sgd.save(tmp_path / "sound")
-        found = files.read(tmp_path / "sound")
+        found = all_of(tmp_path / "sound")
         ids = found.optimizer["tables/0/ids"]
         ids[1] = ids[0]
         files.write(tmp_path / "damaged", found)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
 from steepest.core.messages.message import Peer
 from steepest.core.system import system
@@ -44,6 +43,7 @@ from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
 from tests.table_tasks import mostly_long, rows_in, same_rows
 from tests.table_tools import push, same, table
+from tests.whole_checkpoints import all_of
 
 WIDTH = 12
 FEW = 256  # the least rows that a shard has in memory
@@ -371,7 +371,7 @@ def test_a_job_with_rows_on_disk_is_that_in_memory_and_its_replay(
             if settings:
                 assert 0 < counts["read_from_disk"] < counts["looked_up"]
                 assert counts["bytes_on_disk"] > 0
-        rows = rows_in(files.read(tmp_path / "saved"))
+        rows = rows_in(all_of(tmp_path / "saved"))
         state = replay_state(log, create)
         assert same_rows({n: v for n, v in state.items() if n.startswith("tables/")}, rows)
         found.append(export)
@@ -422,7 +422,7 @@ def test_a_full_disk_is_an_error_of_the_step_and_the_job_goes_on(
             sgd.fit(epochs=1, progress=False)
         before = sgd.export_table("words")
         sgd.save(tmp_path / "saved")
-        saved = rows_in(files.read(tmp_path / "saved"))
+        saved = rows_in(all_of(tmp_path / "saved"))
         assert sum(len(value) for name, value in saved.items() if name.endswith("/ids")) >= len(
             before
         )

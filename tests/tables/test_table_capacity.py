@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
-from steepest.checkpoint import files
 from steepest.core.messages.driver import Failure, Result
 from steepest.errors import ModelRaisedError, ResourcesError
 from steepest.tables import blocks, memory
@@ -34,6 +33,7 @@ from tests.table_tasks import (
     table_task,
 )
 from tests.table_tools import table
+from tests.whole_checkpoints import all_of
 
 STEPS = 12
 ADAM = OPTIMIZERS["Adam"].ours
@@ -138,7 +138,7 @@ def saved_by(strategy: Any, path: Path, **tables: Any) -> dict[str, torch.Tensor
     with Simulation(1).running(), trainer_of(strategy, **tables) as trainer:
         trainer.fit(steps=6, progress=False)
         trainer.save(path)
-    return rows_in(files.read(path))
+    return rows_in(all_of(path))
 
 
 @pytest.mark.full
@@ -152,7 +152,7 @@ def test_what_rows_live_through_goes_on_after_moves_and_checkpoints(
     with quiet(), Simulation(1).running(), trainer_of(ps, **LIVES[life]) as trainer:
         trainer.fit(steps=18, progress=False)
         trainer.save(tmp_path / "straight")
-    expected = rows_in(files.read(tmp_path / "straight"))
+    expected = rows_in(all_of(tmp_path / "straight"))
     saved_by(ps, tmp_path / "saved", **LIVES[life])
     with (
         quiet(),
@@ -166,7 +166,7 @@ def test_what_rows_live_through_goes_on_after_moves_and_checkpoints(
         trainer.resize(num_servers=2)
         trainer.fit(steps=4, progress=False)
         trainer.save(tmp_path / "end")
-    assert same_rows(rows_in(files.read(tmp_path / "end")), expected)
+    assert same_rows(rows_in(all_of(tmp_path / "end")), expected)
 
 
 def test_a_full_table_is_told_with_its_worker_and_step() -> None:

@@ -19,7 +19,6 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.checkpoint import files
 from steepest.embedding.modules import Embedding
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
@@ -39,6 +38,7 @@ from tests.table_tasks import (
     table_task,
     table_values,
 )
+from tests.whole_checkpoints import all_of
 
 ROWS = OPTIMIZERS["Adam"]
 TASK = table_task(data=clicks(61), row_optimizer=ROWS.ours)
@@ -55,7 +55,7 @@ def _quiet() -> Iterator[None]:
 def state_of(trainer: DistributedSGD, path: Path) -> State:
     """The dense weights, and all that a checkpoint has of rows."""
     trainer.save(path)
-    return trainer.weights(), rows_in(files.read(path))
+    return trainer.weights(), rows_in(all_of(path))
 
 
 def alike(state: State, other: State) -> bool:

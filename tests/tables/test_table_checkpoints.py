@@ -42,6 +42,7 @@ from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
 from tests.table_tools import push, table
 from tests.table_tools import same as same_state
+from tests.whole_checkpoints import all_of, newest_of
 
 
 def same(one: ExportedTable, other: ExportedTable) -> bool:
@@ -78,7 +79,7 @@ def test_a_job_with_other_shards_and_servers_goes_on(
         sgd.fit(steps=3, progress=False)
         assert same(sgd.export_table("words"), expected)
         sgd.save(tmp_path / "again")
-    saved = files.read(tmp_path / "again").optimizer
+    saved = all_of(tmp_path / "again").optimizer
     names = {name.split("/")[1] for name in saved if name.startswith("tables/")}
     assert names == set(map(str, range(shards)))
 
@@ -98,12 +99,12 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     counts = [len(list((tmp_path / name).glob("tables-*"))) for name in ("whole", "parts")]
     assert counts[0] == 1 + 2  # the driver's, and one of each server
     assert counts[1] > 5
-    whole, parts = (files.read(tmp_path / name).optimizer for name in ("whole", "parts"))
+    whole, parts = (all_of(tmp_path / name).optimizer for name in ("whole", "parts"))
     assert same_bits(whole, parts)
     path = next((tmp_path / "parts").glob("tables-*"))
     path.write_bytes(path.read_bytes()[:-1] + b"\7")
     with pytest.raises(CheckpointError, match=path.name):
-        files.read(tmp_path / "parts")
+        all_of(tmp_path / "parts")
 
 
 @pytest.mark.long
@@ -158,7 +159,7 @@ def test_rows_that_servers_refuse_are_told_and_nothing_is_restored(
     with trainer(words(shards=1, **where)) as sgd:
         sgd.fit(steps=3, progress=False)
         sgd.save(tmp_path / "sound")
-        found = files.read(tmp_path / "sound")
+        found = all_of(tmp_path / "sound")
         found.optimizer["tables/0/written"] += 9
         files.write(tmp_path / "damaged", found)
         sgd.fit(steps=1, progress=False)
@@ -208,7 +209,7 @@ def test_a_chain_of_increments_is_a_whole_checkpoint(
     assert 2 < len(directory.paths()) <= 5  # two, and what they continue
     expected = kept(tmp_path / "b", 8, increments=0, **settings)
     assert same(rows, expected)
-    (_, found), (_, whole) = directory.newest(), CheckpointDirectory(tmp_path / "b", 2).newest()  # type: ignore[misc]
+    (_, found), (_, whole) = newest_of(directory), newest_of(CheckpointDirectory(tmp_path / "b", 2))  # type: ignore[misc]
     assert "base" not in found.about
     assert found.optimizer.keys() == whole.optimizer.keys()
     assert all(same_state(*pair) for pair in zip(states(found), states(whole), strict=True))
@@ -234,20 +235,19 @@ def test_an_increment_has_the_rows_that_were_changed(tmp_path: Path) -> None:
 def test_without_a_link_the_checkpoint_before_is_taken(damage: str, tmp_path: Path) -> None:
     kept(tmp_path, 4)
     directory = CheckpointDirectory(tmp_path, 2)
-    _, before, middle, newest = directory.paths()
+    _, before, middle, last = directory.paths()
     if damage == "missing":
         shutil.rmtree(middle)
     elif damage == "file":
         path = next(middle.glob("tables-*"))
         path.write_bytes(path.read_bytes()[:-1] + b"\7")
     else:
-        files.write(middle, files.read(middle))  # whole, and not what the newest continues
+        files.write(middle, all_of(middle))  # whole, and not what the newest continues
         before = middle
-    with pytest.raises(
-        CheckpointError, match=rf"{newest.name} has changes since .*{middle.name}, "
-    ):
-        files.read(newest)
-    found = directory.newest()
+    said = "does not have its checksum" if damage == "file" else "has changes since the one at"
+    with pytest.raises(CheckpointError, match=said):
+        all_of(last)
+    found = newest_of(directory)
     assert found is not None
     assert found[0] == before
     rows = kept(tmp_path, 6)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from steepest import ParameterServerStrategy, connect
-from steepest.checkpoint import files
 from steepest.embedding.modules import Embedding
 from steepest.errors import ConfigurationError
 from steepest.tables.dealing import Dealing
@@ -26,6 +25,7 @@ from tests.simulation.run import Simulation
 from tests.table_jobs import trainer, words
 from tests.table_tasks import rows_in, same_rows
 from tests.table_tools import push, table
+from tests.whole_checkpoints import all_of
 
 PART = 1 << 14  # rows of a capacity for each part
 
@@ -125,7 +125,7 @@ def test_a_bounded_table_lives_through_deaths_and_moves(tmp_path: Path) -> None:
         sgd.fit(steps=6, progress=False)
         assert sgd.stats().tables["words"]["rows"] == 6  # the least of all shards would have none
         sgd.save(tmp_path / "straight")
-    expected = rows_in(files.read(tmp_path / "straight"))
+    expected = rows_in(all_of(tmp_path / "straight"))
     simulation = Simulation(3)
     copies = ParameterServerStrategy(num_servers=2, replication=2)
     with quiet(), trainer(words(**settings), copies, simulation=simulation) as sgd:
@@ -136,7 +136,7 @@ def test_a_bounded_table_lives_through_deaths_and_moves(tmp_path: Path) -> None:
         sgd.resize(num_servers=3)
         sgd.fit(steps=2, progress=False)
         sgd.save(tmp_path / "moved")
-    assert same_rows(rows_in(files.read(tmp_path / "moved")), expected)
+    assert same_rows(rows_in(all_of(tmp_path / "moved")), expected)
 
 
 @pytest.mark.few(2)

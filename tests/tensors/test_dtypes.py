@@ -16,11 +16,12 @@ from safetensors.torch import load_file, load_model, save
 from torch import nn
 
 from steepest import DeadlineConfig, DistributedSGD, RunConfig
-from steepest.checkpoint.files import Checkpoint, read, write
+from steepest.checkpoint.files import Checkpoint, write
 from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
 from steepest.core.tensors.dtypes import Tensors, as_bytes, merge_replicas
 from tests.checkpoint_contents import about
 from tests.reference import Task, samples, sgd
+from tests.whole_checkpoints import all_of
 
 INTEGERS = [
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -178,7 +179,7 @@ def test_a_large_file_is_written_in_parts_and_says_so(tmp_path: Path) -> None:
 def test_a_checkpoint_has_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     value = some(dtype, 3)
     write(tmp_path, Checkpoint({"w": value}, {"w/state": value}, {"0/w": value}, about()))
-    found = read(tmp_path)
+    found = all_of(tmp_path)
     for tensors in (found.weights, found.optimizer, found.replicas):
         assert same(next(iter(tensors.values())), value)
 
