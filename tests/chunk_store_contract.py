@@ -1,4 +1,4 @@
-"""What holds of every chunk on a server, dense or opaque: run over stores of one each, see `ChunkStore`."""
+"""What holds of every chunk on a server, dense or opaque, see `GradientStore` and `HeldChunk`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.engine.chunk_store import GradientStore, HeldChunk, StagedPush
 from steepest.core.messages.message import PushId
 from steepest.errors import ProtocolError
 from tests.reference import same_bits
@@ -20,14 +20,14 @@ def push_of(worker: int, sequence: int = 1) -> PushId:
     return PushId(worker, 0, sequence)
 
 
-def content(store: ChunkStore) -> dict[str, torch.Tensor]:
-    """All that a store holds: its weights, and its records by key and place."""
-    records = {f"{about['key']} {about['start']}": value.clone() for about, value in store.state()}
+def content(held: HeldChunk) -> dict[str, torch.Tensor]:
+    """All that a server holds of a chunk: its weights, and its records by key and place."""
+    records = {f"{about['key']} {about['start']}": value.clone() for about, value in held.state()}
     records.pop("life 0", None)  # of tables: drawn by chance for each store
-    return {"weights": store.weights.clone(), **records}
+    return {"weights": held.weights.clone(), **records}
 
 
-def stage(store: ChunkStore, payload: torch.Tensor | None, worker: int = 0) -> PushId:
+def stage(store: GradientStore, payload: torch.Tensor | None, worker: int = 0) -> PushId:
     """Stages a gradient as a server does, of one sample."""
     push = push_of(worker)
     codec = store.codec_of(payload, None)
@@ -35,7 +35,7 @@ def stage(store: ChunkStore, payload: torch.Tensor | None, worker: int = 0) -> P
     return push
 
 
-def update(store: ChunkStore, *payloads: torch.Tensor | None, clip: float = 1.0) -> None:
+def update(store: GradientStore, *payloads: torch.Tensor | None, clip: float = 1.0) -> None:
     """Takes one step with the mean of some workers' gradients, as a server does on COMMIT."""
     pushes = [stage(store, payload, worker) for worker, payload in enumerate(payloads)]
     store.reduce(pushes)
@@ -45,7 +45,7 @@ def update(store: ChunkStore, *payloads: torch.Tensor | None, clip: float = 1.0)
         store.forget(push)
 
 
-def loaded(target: ChunkStore, source: ChunkStore) -> ChunkStore:
+def loaded(target: HeldChunk, source: HeldChunk) -> None:
     """Gives a store the state of another, as an install does."""
     records = [(about, value.clone()) for about, value in source.state()]
     for about, value in records:
@@ -56,15 +56,18 @@ def loaded(target: ChunkStore, source: ChunkStore) -> ChunkStore:
     for about, value in records:
         target.load_state(about, value)
     target.end_state()
-    return target
 
 
 class ChunkStoreContract:
     """Tests of a kind of stores, of which a class derived from this makes new ones and gradients."""
 
     @abstractmethod
-    def make(self) -> ChunkStore:
+    def make(self) -> GradientStore:
         """A new store, the same each time, whose optimizer has a state."""
+
+    def held(self, store: Any) -> HeldChunk:
+        """The chunk that a store's updates change: the store itself."""
+        return store
 
     @abstractmethod
     def gradient(self, value: float) -> torch.Tensor:
@@ -88,14 +91,14 @@ class ChunkStoreContract:
     def test_a_dropped_push_leaves_nothing(self) -> None:
         store = self.make()
         update(store, self.gradient(1.0))
-        before = content(store)
+        before = content(self.held(store))
         store.forget(stage(store, self.gradient(3.0)))
         assert store.contributors() == set()
         store.reduce([stage(store, self.gradient(3.0), worker) for worker in range(2)])
         assert store.contributors() == {0, 1}
         store.discard()
         assert store.contributors() == set()
-        assert same_bits(content(store), before)
+        assert same_bits(content(self.held(store)), before)
         assert store.squares() == 0.0
 
     # -- updates ---------------------------------------------------------------------------------
@@ -105,20 +108,20 @@ class ChunkStoreContract:
         for store in stores:
             update(store, self.gradient(0.3), self.gradient(0.7), None)
             update(store, self.gradient(-0.1), clip=0.3)
-        assert same_bits(content(stores[0]), content(stores[1]))
-        assert not same_bits(content(stores[0]), content(self.make()))
+        assert same_bits(content(self.held(stores[0])), content(self.held(stores[1])))
+        assert not same_bits(content(self.held(stores[0])), content(self.held(self.make())))
 
     def test_the_update_is_of_the_mean(self) -> None:
         of_two, of_one = self.make(), self.make()
         update(of_two, self.gradient(1.0), self.gradient(3.0))
         update(of_one, self.gradient(2.0), self.gradient(2.0))
-        assert same_bits(content(of_two), content(of_one))
+        assert same_bits(content(self.held(of_two)), content(self.held(of_one)))
 
     def test_a_clipped_update_is_that_of_the_smaller_gradient(self) -> None:
         clipped, small = self.make(), self.make()
         update(clipped, self.gradient(4.0), clip=0.5)
         update(small, self.gradient(2.0))
-        assert same_bits(content(clipped), content(small))
+        assert same_bits(content(self.held(clipped)), content(self.held(small)))
 
     def test_payloads_stay_as_they_are(self) -> None:
         payload = self.gradient(4.0)
@@ -154,51 +157,52 @@ class ChunkStoreContract:
         update(store, self.gradient(1.0))
         other = self.make()
         update(other, self.gradient(-5.0))  # which is replaced
-        loaded(other, store)
-        assert same_bits(content(other), content(store))
+        loaded(self.held(other), self.held(store))
+        assert same_bits(content(self.held(other)), content(self.held(store)))
         for each in (store, other):
             update(each, self.gradient(0.5))
-        assert same_bits(content(other), content(store))
+        assert same_bits(content(self.held(other)), content(self.held(store)))
 
     def test_a_store_without_state_takes_its_step_as_its_first(self) -> None:
         store, fresh = self.make(), self.make()
         update(store, self.gradient(1.0))
-        store.clear_state()
-        store.weights.copy_(fresh.weights)
+        self.held(store).clear_state()
+        self.held(store).weights.copy_(self.held(fresh).weights)
         for each in (store, fresh):
             update(each, self.gradient(0.5))
-        assert same_bits(content(store), content(fresh))
+        assert same_bits(content(self.held(store)), content(self.held(fresh)))
 
     def test_a_record_of_another_chunk_is_refused(self) -> None:
         store = self.make()
         update(store, self.gradient(1.0))
-        before = content(store)
-        about, value = store.state()[0]
+        before = content(self.held(store))
+        about, value = self.held(store).state()[0]
         for strange in ({**about, "name": "of nobody"}, {"name": about["name"]}):
             with pytest.raises(ProtocolError):
-                store.check_state(strange, value)
+                self.held(store).check_state(strange, value)
             with pytest.raises(ProtocolError):
-                store.load_state(strange, value)
-        assert same_bits(content(store), before)
+                self.held(store).load_state(strange, value)
+        assert same_bits(content(self.held(store)), before)
 
     def test_trying_a_state_changes_nothing(self) -> None:
         store, other = self.make(), self.make()
         update(store, self.gradient(1.0))
-        before = content(other)
-        other.try_state(store.state())
-        assert same_bits(content(other), before)
+        before = content(self.held(other))
+        self.held(other).try_state(self.held(store).state())
+        assert same_bits(content(self.held(other)), before)
 
     def test_weights_may_move(self) -> None:
         store = self.make()
         update(store, self.gradient(1.0))
-        before, memory = content(store), store.weights.clone()
-        store.move(memory)
-        assert same_bits(content(store), before)
-        other = loaded(self.make(), store)
+        before, memory = content(self.held(store)), self.held(store).weights.clone()
+        self.held(store).move(memory)
+        assert same_bits(content(self.held(store)), before)
+        other = self.make()
+        loaded(self.held(other), self.held(store))
         for each in (store, other):
             update(each, self.gradient(0.5))
-        assert same_bits(content(store), content(other))
+        assert same_bits(content(self.held(store)), content(self.held(other)))
 
     def test_counts_are_numbers_by_name(self) -> None:
-        for counts in self.make().counts().values():
+        for counts in self.held(self.make()).counts().values():
             assert all(isinstance(count, int) for count in counts.values())

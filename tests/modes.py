@@ -164,7 +164,7 @@ def check_counts(cluster: InProcessCluster, log: CommitLog) -> None:
         chain.from_iterable(commit.staleness for commit in log.commits)
     )
     assert told["skipped"] == sum(commit.skipped for commit in log.commits)
-    for held in (chunk for server in cluster.servers for chunk in server.chunks.values()):
+    for held in (chunk for server in cluster.servers for chunk in server.gradient_stores.values()):
         assert len(held.staged) <= len(cluster.workers)
 
 

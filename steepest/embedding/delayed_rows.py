@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from steepest.core.engine.gradient_sum import NOTHING, ChunkReady
@@ -140,7 +141,7 @@ class DelayedRows:
     def _push(self, kept: _DelayedGradient | None, ready: ChunkReady) -> None:
         packed = {} if kept is None else self._rows.packed(kept.gradients)
         unit, total = (0.0, 0.0) if kept is None else (kept.unit, kept.total)
-        for chunk in self._rows.dealing.chunks:
+        for chunk in self._rows.pushed:
             ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
         self._sent = True
 
@@ -172,7 +173,9 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGr
             packed = state[name].clone().numpy()  # at a multiple of its numbers' size
             form = group[0].dim, group[0].form.dtype
             found = RowGradients.unpack(packed, *form, lives=lives)
-            found.require([table.name for table in group], 0, Spread.evenly(len(group), 1))
+            found.require(
+                [table.name for table in group], np.ones(1, np.bool_), Spread.evenly(len(group), 1)
+            )
             gradients[int(number)] = found
     except (ConfigurationError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(

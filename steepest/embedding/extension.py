@@ -47,7 +47,7 @@ class EmbeddingTables(Extension):
         from steepest.tables.compilation import compile_kernels
 
         compile_kernels(dealing.tables)  # before the process joins the job
-        rows = RowExchange(worker, dealing, job.holders, send)
+        rows = RowExchange(worker, dealing, job.topology, send)
         shares = staleness_of(job.strategy)
         if shares is not None and delays_rows(job):  # one of the steps goes to the way back
             rows.delayed.delays, shares = True, shares - 1

@@ -18,7 +18,7 @@ from steepest.checkpoint.manifest import MANIFEST
 from steepest.checkpoint.safetensors_file import read_tensors
 from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
 from steepest.checkpoint.table_moves import TableMoves
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.data.storage.files import storage_of
@@ -166,7 +166,7 @@ class RestoredShards:
     def give(
         self,
         number: int,
-        held: Iterable[ChunkStore],
+        held: Iterable[HeldChunk],
         name: str,
         rows: Mapping[int, ImportedRows | None],
     ) -> dict[int, int]:

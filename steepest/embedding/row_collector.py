@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -31,10 +30,23 @@ class RowCollector(RowSource, ABC):
 
     Gradients of several batches are added up as those of parameters are, in units of the first batch with a
     weight.
+
+    Args:
+        dealing: of tables into chunks.
+        pushed: the chunks whose gradients are pushed together, by the first of them.
     """
 
-    def __init__(self, dealing: Dealing) -> None:
+    def __init__(self, dealing: Dealing, pushed: Mapping[int, Sequence[int]]) -> None:
         self.dealing = dealing
+        self.pushed = [chunk for chunk in pushed if chunk in dealing.chunks]
+        first = {chunk: at for at in self.pushed for chunk in pushed[at]}
+        shards = range(dealing.num_shards)
+        self._firsts = np.array(  # by group and shard
+            [
+                [first[dealing.chunk(group, at)] for at in shards]
+                for group in range(len(dealing.groups))
+            ]
+        )
         self._frozen = [
             [number for number, table in enumerate(group) if not table.trainable]
             for group in dealing.groups
@@ -144,18 +156,17 @@ class RowCollector(RowSource, ABC):
             self._scaled += 1
 
     def packed(self, gradients: Sequence[RowGradients | None]) -> dict[int, torch.Tensor]:
-        """Return gradients by group as flat bytes, by chunk; shards without any are left out."""
-        packed = {}
+        """Return gradients by group as flat bytes, by the first chunk of each push; those without any are left out."""
+        parts: dict[int, list[RowGradients | None]] = {}
         for group, total in enumerate(gradients):
-            if total is None:
-                continue
-            order, begins = self.dealing.deal(group, total.tables, total.ids)
-            total = total if order is None else total.taken(order)
-            bounds: list[int] = begins.tolist()
-            for shard, (begin, end) in enumerate(pairwise(bounds)):
-                if begin < end:
-                    part = slice(begin, end)
-                    packed[self.dealing.chunk(group, shard)] = torch.from_numpy(
-                        total.packed_part(part, ROW_MEMORY.empty, lives=self.dealing.ends[group])
-                    )
-        return packed
+            if total is not None:
+                owners = self._firsts[group]
+                for first, where in self.dealing.parts(
+                    group, total.tables, total.ids, owners
+                ).items():
+                    of = parts.setdefault(first, [None] * len(gradients))
+                    of[group] = total.taken(where)
+        form = self.dealing.push_form
+        return {
+            first: torch.from_numpy(form.pack(of, ROW_MEMORY.empty)) for first, of in parts.items()
+        }

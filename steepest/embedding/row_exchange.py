@@ -14,13 +14,14 @@ from steepest.core.engine.exchange import WaitUntil
 from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.incoming_weights import where_lent
 from steepest.core.engine.sample_places import Place
+from steepest.core.engine.topology import Topology
 from steepest.core.messages.message import Message, Peer, Send, server_peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.delayed_rows import DelayedRows
 from steepest.embedding.row_collector import RowCollector
 from steepest.embedding.row_messages import ROW_MEMORY, PullRows, Rows, RowsOfPush
 from steepest.errors import ConfigurationError, ProtocolError, listed
-from steepest.tables.dealing import Dealing
+from steepest.tables.dealing import Dealing, Where
 from steepest.tables.gradients import pack_keys
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
@@ -28,9 +29,6 @@ from steepest.tables.kernels import Floats, Int32s, Int64s
 _NOT_SENT = "rows of embedding tables were not sent"
 _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
 _REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
-
-#: Places of rows among the keys of a look-up.
-_Where = slice | Int64s
 
 
 class _BatchKeys(NamedTuple):
@@ -47,7 +45,7 @@ class _AskedRows(NamedTuple):
     group: int
     tables: Int32s
     ids: Int64s
-    parts: list[tuple[int, list[_Where]]]
+    parts: list[tuple[int, Where]]  # by request
     batch: _BatchKeys | None = None
 
 
@@ -61,14 +59,12 @@ class RowExchange(RowCollector):
     Args:
         worker: its index, for errors.
         dealing: of tables into chunks.
-        holders: the servers of each chunk, of which the first answers.
+        topology: of the job; of a chunk's servers the first answers.
         send: sends as the worker.
     """
 
-    def __init__(
-        self, worker: int, dealing: Dealing, holders: Sequence[Sequence[int]], send: Send
-    ) -> None:
-        super().__init__(dealing)
+    def __init__(self, worker: int, dealing: Dealing, topology: Topology, send: Send) -> None:
+        super().__init__(dealing, topology.pushed)
         # receives messages in the middle of a forward pass; None before `begin_life`
         self.wait_until: WaitUntil | None = None
         self.position = (0, 0)  # generation and version of the weights with which models compute
@@ -90,7 +86,10 @@ class RowExchange(RowCollector):
         self._batch_looked_at: _BatchKeys | None = None  # of the present look-up
         self._servers = np.array(  # by group and shard
             [
-                [holders[dealing.chunk(group, shard)][0] for shard in range(dealing.num_shards)]
+                [
+                    topology.holders[dealing.chunk(group, shard)][0]
+                    for shard in range(dealing.num_shards)
+                ]
                 for group in range(len(dealing.groups))
             ]
         )
@@ -161,13 +160,9 @@ class RowExchange(RowCollector):
             assert answer.payload is not None
             self.bytes_pulled += answer.payload.numel()
             rows = self._forms[asked.group].received(answer.payload.numpy())
-            if len(rows) == len(values) and all(isinstance(part, slice) for part in where):
+            if isinstance(where, slice):
                 return rows
-            begin = 0
-            for part in where:
-                count = len(asked.ids[part])
-                values[part] = rows[begin : begin + count]
-                begin += count
+            values[where] = rows
         return values
 
     def begin(self, generation: int, version: int) -> None:
@@ -254,17 +249,10 @@ class RowExchange(RowCollector):
 
     def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _AskedRows:
         """Ask servers for rows."""
-        order, begins = self.dealing.deal(group, tables, ids)
-        where: dict[int, list[_Where]] = {}  # by server
-        for shard in np.flatnonzero(np.diff(begins)):
-            part = slice(begins[shard], begins[shard + 1])
-            mine = where.setdefault(int(self._servers[group, shard]), [])
-            mine.append(part if order is None else order[part])
         parts = []
-        for server, mine in sorted(where.items()):
-            of = np.concatenate([tables[part] for part in mine])
-            keys = np.concatenate([ids[part] for part in mine])
-            parts.append((self._ask_one(server, group, of, keys, training), mine))
+        for server, where in self.dealing.parts(group, tables, ids, self._servers[group]).items():
+            request = self._ask_one(server, group, tables[where], ids[where], training)
+            parts.append((request, where))
         return _AskedRows(group, tables, ids, parts)
 
     def _ask_one(self, server: int, group: int, tables: Int32s, ids: Int64s, training: bool) -> int:

@@ -1,11 +1,10 @@
-"""One shard of embedding tables on its server: rows, staged pushes, and their weighted mean."""
+"""One shard of embedding tables on its server: its rows."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,15 @@ from steepest.checkpoint.imported_rows import ImportedRows, load_with_imported
 from steepest.checkpoint.row_pieces import NO_ARRAYS, state_of
 from steepest.checkpoint.row_values import narrow, wide
 from steepest.checkpoint.saved_rows import ShardMark
-from steepest.core.engine.chunk_store import ChunkStore, StagedPush
-from steepest.core.messages.message import PushId
-from steepest.core.optim.spec import Hyperparameters
-from steepest.core.tensors.codec import Codec
+from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.tensors.layout import Chunk
-from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.row_files import ON_DISK, RowFiles
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
-from steepest.tables.gradients import RowGradients, weighted, width_of
-from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
+from steepest.tables.shard import TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
-from steepest.validation import require_number
 
 log = logging.getLogger(__name__)
 
@@ -41,38 +34,26 @@ _KNOWN_BYTES = 28  # of a row, beside values and slots
 _EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "since")
 
 
-class TableChunk(ChunkStore):
-    """One shard of a group of tables on its server.
+class TableChunk(HeldChunk):
+    """One shard of a group of tables on its server; `PushedRows` takes its gradients.
 
     Its rows count updates by themselves: one for each commit, whether that changes rows or not.
 
     Args:
         chunk: of the layout.
         dealing: of tables into chunks.
-        rates: learning rates of the parameter groups of the model's optimizer, as it was made; NaN for
-            a group that has none.
     """
 
-    def __init__(self, chunk: Chunk, dealing: Dealing, rates: Sequence[float] = ()) -> None:
+    def __init__(self, chunk: Chunk, dealing: Dealing) -> None:
         super().__init__(chunk, torch.empty(0, dtype=torch.uint8))
-        # of staged pushes; None before `reduce`, and where no push has a row of this shard
-        self.mean: RowGradients | None = None
         self._dealing = dealing
         self._name = dealing.name(chunk.index)
         self._tables = dealing.groups[dealing.group_of(chunk.index)]
-        self._ends = dealing.ends[dealing.group_of(chunk.index)]
         self._table_names = [table.name for table in self._tables]
-        self._optimizer, self._rates = self._tables[0].optimizer, rates
         self.rows = dealing.make(chunk.index)  # of the shard
-        # the bytes of a row in a push
-        self._width = width_of(self.rows.dim, self.rows.dtype, lives=self._ends)
         # a state of which parts have come: the pieces of each array, by where they begin
         self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
-        self._look_is_due = (
-            False  # whether rows whose life has ended are to be removed with the next commit
-        )
         self.files: RowFiles | None = None  # in which this process has snapshots of rows
-        self._told: set[str] = set()  # the tables of which it is logged that they are full
 
     def _made_of_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
         """Return the shard for which a state stands: of a checkpoint, or with rows of a snapshot."""
@@ -136,150 +117,6 @@ class TableChunk(ChunkStore):
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
         return state, version, seed, clock
 
-    # -- staged pushes -------------------------------------------------------------------------
-
-    def fits(self, size: int, codec: Codec | None) -> bool:
-        """Return whether a payload has the size of gradients of some rows."""
-        return size > 0 and size % self._width == 0
-
-    def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return None: rows travel as they are.
-
-        Raises:
-            ProtocolError: a row that this shard cannot have, or one named twice.
-        """
-        if payload is not None:
-            dealing, at = self._dealing, self.chunk.index
-            spread = dealing.spreads[dealing.group_of(at)]
-            try:
-                found = self._unpacked(payload)
-                found.require(self._table_names, dealing.shard_of(at), spread)
-            except ConfigurationError as error:
-                raise ProtocolError(f"gradients of rows of {self._name}: {error}") from error
-        return None
-
-    def _unpacked(self, payload: torch.Tensor) -> RowGradients:
-        form = self.rows.dim, self.rows.dtype
-        return RowGradients.unpack(payload.numpy(), *form, lives=self._ends)
-
-    def release(self, payload: torch.Tensor | None) -> None:
-        """Keep no memory: pushes are of many sizes, and hardly one fits the next."""
-
-    def drop_mean(self) -> None:
-        """Forget the mean that `reduce` formed."""
-        self.mean = None
-
-    def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
-        staged = self.staged[push]
-        if staged.payload is None:
-            return 0.0
-        factor = staged.unit / staged.total if staged.total else 1.0
-        return self._squares_of(self._unpacked(staged.payload)) * (factor * factor)
-
-    @staticmethod
-    def _squares_of(found: RowGradients) -> float:
-        return sum_of_squares(torch.from_numpy(found.gradients.reshape(-1)))
-
-    def reduce(self, chosen: Iterable[PushId]) -> None:
-        """Form the weighted mean of staged pushes, added up in the given order."""
-        pushes = [self.staged[push] for push in chosen]
-        total = math.fsum(push.total for push in pushes)
-        parts, factors = [], []
-        for push in pushes:
-            if push.payload is not None and push.unit and total:
-                parts.append(self._unpacked(push.payload))
-                factors.append(push.unit / total)
-        self.mean = weighted(parts, factors) if parts else None
-
-    def squares(self) -> float:
-        """Return the sum of the squares of the mean; not finite when an element is not."""
-        return 0.0 if self.mean is None else self._squares_of(self.mean)
-
-    def clip(self, factor: float) -> None:
-        """Multiply the mean by a factor, in memory of its own, because payloads must not change."""
-        if self.mean is not None:
-            self.mean = self.mean.times(factor)
-
-    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, table) of NaN and infinity, see `ChunkStore.culprits`."""
-        found = []
-        for push in chosen:
-            if self.staged[push].payload is not None:
-                found += [(push.worker, name) for name in self._not_finite(self.staged[push])]
-        return found or [(-1, self._table_names[0])]
-
-    def _not_finite(self, push: StagedPush) -> list[str]:
-        """Return the names of tables that have NaN or infinity in a push."""
-        assert push.payload is not None
-        rows = self._unpacked(push.payload)
-        bad = ~np.isfinite(rows.gradients).all(axis=1)
-        return [self._table_names[number] for number in np.unique(rows.tables[bad])]
-
-    def apply(
-        self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
-    ) -> None:
-        """Update the rows of the mean by their tables' own optimizer, and drop the mean.
-
-        Rows for which a table has no room are left out, counted, and logged once.
-
-        Args:
-            hyper: of the model's optimizer, by parameter group; tables may follow a learning rate.
-            rate: factor of the learning rate.
-            buffer: None.
-
-        Raises:
-            ConfigurationError: a learning rate that a table follows is no finite number from 0, which
-                is kept as `raised`; no row has changed.
-        """
-        rows, mean, self.mean = self.rows, self.mean, None
-        version = rows.version + 1
-        if mean is None:
-            rows.version = version
-        else:
-            lr, optimizer = None, self._optimizer
-            rate *= self._followed(hyper)
-            if not optimizer.takes_rate():
-                mean = mean.times(rate)
-            elif rate != 1.0:
-                lr = optimizer.lr * rate
-            rows.push_checked(mean, version, lr)
-            self._tell_of_full_tables(rows)
-        if version % UPDATES_BETWEEN_EVICTIONS == 0:
-            rows.evict(version)
-        if self._look_is_due:
-            self._look_is_due = False
-            rows.end_lives(version)
-
-    def note_time(self, seconds: int) -> None:
-        """Note the time of the commit that is applied next."""
-        self._look_is_due = self.rows.note_time(seconds)
-
-    def _followed(self, hyper: Sequence[Hyperparameters]) -> float:
-        """Return the present learning rate over the one of the beginning, of the group that the tables follow."""
-        if (group := self._optimizer.follows) is None:
-            return 1.0
-        try:
-            own = self._rates[group]
-            return (
-                require_number(f"lr of parameter group {group}", hyper[group].get("lr", own)) / own
-            )
-        except ConfigurationError as error:  # of the user's schedule
-            self.raised = error
-            raise
-
-    def _tell_of_full_tables(self, rows: TableShard) -> None:
-        """Log, once, that a table has no room for more rows."""
-        full = rows.counts["refused_full"]
-        for table in (self._tables[number] for number in np.flatnonzero(full)):
-            if table.name not in self._told:
-                self._told.add(table.name)
-                log.warning(
-                    "table %r is full in %s: the gradients of ids without a row are dropped; raise "
-                    "capacity=%s, or give eviction=LRU() or LFU()",
-                    table.name, self._name, table.capacity,
-                )  # fmt: skip
-
     def move(self, buffer: torch.Tensor) -> None:
         """Do nothing: rows lie in memory of their own."""
 
@@ -301,7 +138,7 @@ class TableChunk(ChunkStore):
     # -- state ---------------------------------------------------------------------------------
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Return copies of all that is known of the rows, as records, see `ChunkStore.state`."""
+        """Return copies of all that is known of the rows, as records, see `HeldChunk.state`."""
         return [record for piece in self.pieces() for record in piece]
 
     def pieces(
@@ -315,7 +152,7 @@ class TableChunk(ChunkStore):
                 record "since" with that version.
 
         Returns:
-            An iterator over pieces of some MB: records, as `ChunkStore.state` has them, with the
+            An iterator over pieces of some MB: records, as `HeldChunk.state` has them, with the
             places of their rows among all pieces as "start" and "stop". The first piece has all
             keys.
         """

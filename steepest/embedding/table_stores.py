@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import GradientStore, HeldChunk
 from steepest.core.engine.incoming_weights import where_lent
 from steepest.core.engine.stores import Position
 from steepest.core.messages.message import Kind, Message, MessageKind, Peer, Send
@@ -16,6 +16,7 @@ from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.status import Status
 from steepest.core.tensors.layout import Chunk
+from steepest.embedding.pushed_rows import PushedRows
 from steepest.embedding.row_files import OnRouter, RowFiles
 from steepest.embedding.row_messages import PullRows, RowKind, RowsInto
 from steepest.embedding.row_pulls import RowPulls
@@ -46,13 +47,17 @@ class TableStores:
         """Compile what rows need."""
         compile_kernels(self.dealing.tables)
 
-    def make(self, chunk: Chunk, spec: OptimizerSpec | None) -> ChunkStore:
-        """Return a shard without rows; tables may follow a learning rate of `spec`."""
+    def make(self, chunk: Chunk) -> TableChunk:
+        """Return a shard without rows."""
+        return TableChunk(chunk, self.dealing)
+
+    def take(self, states: Sequence[HeldChunk], spec: OptimizerSpec | None) -> GradientStore:
+        """Return what takes the gradients of shards; their tables may follow a learning rate of `spec`."""
         groups = [] if spec is None else spec.groups
         rates = [hyper.get("lr", math.nan) for _, hyper in groups]
-        return TableChunk(chunk, self.dealing, rates)
+        return PushedRows([*_shards(states).values()], self.dealing, rates)
 
-    def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> TableService:
+    def serve(self, server: int, stores: Mapping[int, HeldChunk], send: Send) -> TableService:
         """Return what answers pulls, and sends rows of snapshots, for one server."""
         return TableService(server, self.dealing, stores, send)
 
@@ -63,7 +68,7 @@ class TableService:
     kinds: Collection[MessageKind] = frozenset({RowKind.PULL_ROWS, Kind.READ_ON})
 
     def __init__(
-        self, server: int, dealing: Dealing, stores: Mapping[int, ChunkStore], send: Send
+        self, server: int, dealing: Dealing, stores: Mapping[int, HeldChunk], send: Send
     ) -> None:
         shards = _shards(stores.values())
         self._pulls = RowPulls(server, dealing, shards, send)
@@ -92,7 +97,7 @@ class TableService:
         self._disks.look()
         self._pulls.answer(at)
 
-    def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
+    def read(self, order: Snapshot, stores: Sequence[HeldChunk], end: SnapshotEnd) -> None:
         """Send the first rows of some shards; the others as their reader reads on."""
         shards = _shards(stores)
         self._snapshots.begin(order, [*shards.values()], end, self._files)
@@ -118,6 +123,6 @@ class TableService:
         self._snapshots.tick(now)
 
 
-def _shards(stores: Collection[ChunkStore]) -> dict[int, TableChunk]:
+def _shards(stores: Collection[HeldChunk]) -> dict[int, TableChunk]:
     """Return those of some stores that are shards of tables, by index of the chunk."""
     return {held.chunk.index: held for held in stores if isinstance(held, TableChunk)}

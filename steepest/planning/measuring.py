@@ -216,7 +216,7 @@ class _MeasuredJob:
         host_coordinator(router, job)
         self._client: Client = host_client(router, job, 0)
         self._applying = 0.0  # processor seconds of updates
-        for held in self._server.chunks.values():
+        for held in self._server.gradient_stores.values():
             vars(held)["apply"] = self._timed_update(held.apply)
         self._worker: Worker = host_worker(router, job, 0, self.replicas, extensions=EXTENSIONS)
         self._worker.join()
@@ -337,10 +337,10 @@ class _MeasuredJob:
 
     def costs(self, rows: list[_MeasuredPass]) -> Costs:
         """Return the costs of the work beside the passes, for each byte."""
-        chunks = [held for held in self._server.chunks.values() if held.chunk.trainable]
+        chunks = [*self._server.gradient_stores.values()]
         nbytes = max(sum(held.chunk.nbytes for held in chunks), 1)
         applied = statistics.median(row.applying for row in rows) / nbytes
-        added, checked = self._adding(chunks)
+        added, checked = self._adding([held for held in chunks if not held.is_opaque])
         transport = measure_transport()
         # a push and its weights for each chunk, and what coordinator, server, worker and client say to each other
         handled = statistics.median(row.handling for row in rows) / (2 * len(chunks) + _OTHERS)

@@ -95,7 +95,7 @@ def _compile_modules(dtype: str) -> None:
     rows = np.ones((1, 1), dtype)
     spread = Spread.evenly(1, 2)
     keys = Distinct(one, one, spread)
-    are_distinct(keys.tables, keys.ids, 0, spread)
+    are_distinct(keys.tables, keys.ids, np.ones(2, np.bool_), spread)
     add_up(rows, keys.inverse, 1)
     add_up(rows.astype(np.float64), keys.inverse, 1)
     part = RowGradients(keys.tables, keys.ids, rows, keys.counts)

@@ -6,12 +6,18 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from steepest.errors import ConfigurationError
 from steepest.tables.hashing import deal
 from steepest.tables.kernels import Int32s, Int64s
+from steepest.tables.push_form import GroupForm, PushForm
 from steepest.tables.shard import TableShard
 from steepest.tables.spread import Spread
 from steepest.tables.table import Table, groups, spread_of
+
+#: Places of keys among others.
+Where = slice | Int64s
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,14 @@ class Dealing:
         return [any(table.life for table in group) for group in self.groups]
 
     @cached_property
+    def push_form(self) -> PushForm:
+        """How gradients of rows of all groups travel as one push."""
+        forms = [group[0].form for group in self.groups]
+        return PushForm(
+            [GroupForm(of.dim, of.dtype, ends) for of, ends in zip(forms, self.ends, strict=True)]
+        )
+
+    @cached_property
     def spreads(self) -> list[Spread]:
         """By group, how its keys are spread over its shards."""
         return [spread_of(group, self.num_shards) for group in self.groups]
@@ -115,3 +129,20 @@ class Dealing:
     def deal(self, group: int, tables: Int32s, ids: Int64s) -> tuple[Int64s | None, Int64s]:
         """Return `steepest.tables.hashing.deal` of the keys of one group."""
         return deal(tables, ids, self.spreads[group])
+
+    def parts(self, group: int, tables: Int32s, ids: Int64s, owners: Int64s) -> dict[int, Where]:
+        """Return where the keys (n,) of one group are that belong to each owner of shards, by ascending shard.
+
+        Args:
+            owners: (shards,), of each shard its owner.
+        """
+        order, begins = self.deal(group, tables, ids)
+        alone = int(owners[0])
+        if (owners == alone).all():
+            whole = slice(0, len(ids)) if order is None else order
+            return {alone: whole} if len(ids) else {}
+        places: dict[int, list[Int64s]] = {}
+        for shard in np.flatnonzero(np.diff(begins)):
+            part = np.arange(begins[shard], begins[shard + 1])
+            places.setdefault(int(owners[shard]), []).append(part if order is None else order[part])
+        return {owner: np.concatenate(places[owner]) for owner in sorted(places)}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_keys
-from steepest.tables.hashing import Distinct, add_up, are_distinct, shard_of
+from steepest.tables.hashing import Bools, Distinct, add_up, are_distinct, shard_of
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.spread import Spread
 
@@ -50,10 +50,22 @@ class RowGradients:
         Args:
             lives: whether they follow.
         """
-        parts: list[npt.NDArray[Any]] = [self.ids, self.gradients, self.tables, self.sightings]
-        if lives:
-            parts.append(self._lives())
-        return _joined(parts, empty)
+        count, width = len(self), self.gradients.itemsize * self.gradients.shape[1]
+        packed = empty(count * (16 + 4 * lives + width))
+        self.write_to(packed, lives=lives)
+        return packed
+
+    def write_to(self, packed: Bytes, *, lives: bool = False) -> None:
+        """Write what `pack` returns to memory of that size."""
+        count, width = len(self), self.gradients.itemsize * self.gradients.shape[1]
+        middle, end = 8 * count, (8 + width) * count
+        packed[:middle].view(np.int64)[:] = self.ids
+        packed[middle:end].view(self.gradients.dtype)[:] = self.gradients.reshape(-1)
+        if count:
+            numbers = packed[end:].view(np.int32).reshape(-1, count)
+            numbers[0], numbers[1] = self.tables, self.sightings
+            if lives:
+                numbers[2] = self._lives()
 
     @classmethod
     def unpack(cls, packed: Bytes, dim: int, dtype: str, *, lives: bool = False) -> RowGradients:
@@ -77,39 +89,25 @@ class RowGradients:
     def _lives(self) -> Int32s:
         return np.zeros(len(self), np.int32) if self.lives is None else self.lives
 
-    def require(self, names: Sequence[str], shard: int, spread: Spread) -> None:
-        """Check that rows are distinct, and such as one shard of some tables can have; ConfigurationError otherwise."""
+    def require(self, names: Sequence[str], shards: Bools, spread: Spread) -> None:
+        """Check that rows are distinct, of shards where `shards` (shards,) is true; ConfigurationError otherwise."""
         if self.lives is not None and len(self) and self.lives.min() < 0:
             raise ConfigurationError(f"lives hold {self.lives.min()}: give seconds, at least 0")
-        fine = are_distinct(self.tables, self.ids, shard, spread)
+        fine = are_distinct(self.tables, self.ids, shards, spread)
         if fine and (not len(self) or self.sightings.min() > 0):
             return
         require_keys(self.tables, self.ids, names)
         if len(self) and self.sightings.min() < 1:
             raise ConfigurationError(f"sightings hold {self.sightings.min()}: give at least 1")
-        others = np.flatnonzero(shard_of(self.tables, self.ids, spread) != shard)
+        others = np.flatnonzero(~shards[shard_of(self.tables, self.ids, spread)])
         if len(others):
+            held = ", ".join(map(str, np.flatnonzero(shards)))
             raise ConfigurationError(
-                f"id {self.ids[others[0]]} is of another one of {spread.num_shards} shards than {shard}"
+                f"id {self.ids[others[0]]} is of another one of {spread.num_shards} shards than {held}"
             )
         counts = Distinct(self.tables, self.ids).counts
         if len(counts) < len(self):
             raise ConfigurationError(f"of {len(self)} ids only {len(counts)} are distinct")
-
-    def packed_part(self, part: slice, empty: Empty = _new, *, lives: bool = False) -> Bytes:
-        """Return some rows that stand together as `pack` does."""
-        begin, stop = part.start, part.stop
-        count, width = stop - begin, self.gradients.itemsize * self.gradients.shape[1]
-        packed = empty(count * (16 + 4 * lives + width))
-        middle, end = 8 * count, (8 + width) * count
-        packed[:middle].view(np.int64)[:] = self.ids[part]
-        values = packed[middle:end].view(self.gradients.dtype)
-        values.reshape(self.gradients[part].shape)[:] = self.gradients[part]
-        numbers = packed[end:].view(np.int32).reshape(-1, count)
-        numbers[0], numbers[1] = self.tables[part], self.sightings[part]
-        if lives:
-            numbers[2] = 0 if self.lives is None else self.lives[part]
-        return packed
 
     def taken(self, which: Any) -> RowGradients:
         """Return some of the rows, by an index of NumPy's."""

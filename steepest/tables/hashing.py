@@ -10,6 +10,7 @@ import numpy.typing as npt
 from steepest.tables.kernels import Int32s, Int64s, inlined, kernel, read_only
 from steepest.tables.spread import Spread
 
+Bools = npt.NDArray[np.bool_]
 #: SplitMix64's increment: 2^64 divided by the golden ratio, odd.
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _SHARD_SALT = np.uint64(0xD1B54A32D192ED03)
@@ -60,7 +61,9 @@ def shard_of(tables: Int32s, ids: Int64s, spread: Spread) -> Int32s:
 
 
 @kernel
-def _are_distinct(tables: Int32s, ids: Int64s, shard: int, spread: Spread, slots: Int32s) -> bool:
+def _are_distinct(
+    tables: Int32s, ids: Int64s, shards: Bools, spread: Spread, slots: Int32s
+) -> bool:
     mask = np.uint64(len(slots) - 1)
     slots[:] = 0
     for at in range(len(ids)):
@@ -68,7 +71,7 @@ def _are_distinct(tables: Int32s, ids: Int64s, shard: int, spread: Spread, slots
         if key < 0 or table < 0 or table >= len(spread.firsts):
             return False
         hashed = mix(np.uint64(key) ^ (_SHARD_SALT * np.uint64(table + 1)))
-        if _shard(hashed, table, spread) != shard:
+        if not shards[_shard(hashed, table, spread)]:
             return False
         slot = hashed & mask
         while slots[slot]:
@@ -80,11 +83,11 @@ def _are_distinct(tables: Int32s, ids: Int64s, shard: int, spread: Spread, slots
     return True
 
 
-def are_distinct(tables: Int32s, ids: Int64s, shard: int, spread: Spread) -> bool:
-    """Return whether keys (n,) are distinct, and all of one shard of the tables of a spread."""
+def are_distinct(tables: Int32s, ids: Int64s, shards: Bools, spread: Spread) -> bool:
+    """Return whether keys (n,) are distinct, and all of shards of a spread where `shards` (shards,) is true."""
     slots = np.empty(1 << max(3, (2 * len(ids) - 1).bit_length()), np.int32)
     keys = read_only(tables, np.int32), read_only(ids, np.int64)
-    return bool(_are_distinct(*keys, shard, spread, slots))
+    return bool(_are_distinct(*keys, shards, spread, slots))
 
 
 @kernel

@@ -64,12 +64,12 @@ def weight_buffers_of(holder: Server | MemberCollective) -> int:
 
 def buffers_of(server: Server) -> int:
     """Return the most staging buffers that a chunk of a server has, free ones included."""
-    return max((len(held._buffers) for held in server.chunks.values()), default=0)
+    return max((len(held._buffers) for held in server.gradient_stores.values()), default=0)
 
 
 def pushes_of(server: Server) -> int:
     """Return how many pushes a server keeps: staged and arriving ones, and buffers in use."""
-    chunks = server.chunks.values()
+    chunks = server.gradient_stores.values()
     used = sum(len(held._buffers) - sum(map(len, held._spare.values())) for held in chunks)
     return used + sum(len(held.staged) for held in chunks) + len(server._intake.progress.pushes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import GradientStore
 from steepest.core.engine.exchange import Arrived
 from steepest.core.engine.server import Server
 from steepest.core.engine.worker import Worker
@@ -18,10 +18,10 @@ Report = Callable[[int, Moment, str], None]
 
 def watch_applying(server: Server, reached: Report) -> None:
     """Have `reached` called, with step, moment and chunks in words, when half a server is updated ("apply")."""
-    chunks = [held for held in server.chunks.values() if held.chunk.trainable]
+    chunks = [*server.gradient_stores.values()]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
-    def watch(held: ChunkStore) -> None:
+    def watch(held: GradientStore) -> None:
         apply = held.apply
 
         def applied(*arguments: Any) -> None:

@@ -391,7 +391,11 @@ def _server(job: Job, weights: torch.Tensor, version: int) -> Server:
     """Return one server of all chunks, at a version."""
     server = Server(
         0,
-        replace(job.topology, holders=[(0,)] * len(job.description.layout.chunks)),
+        replace(
+            job.topology,
+            holders=[(0,)] * len(job.description.layout.chunks),
+            pushes=job.topology.pushed,
+        ),
         job.server_spec,
         weights,
         lambda peer, message: None,
@@ -506,7 +510,7 @@ def _with_rows(
 
     dealing = dealing_of(job)
     assert dealing is not None
-    rows = RowExchange(worker, dealing, job.holders, send)
+    rows = RowExchange(worker, dealing, job.topology, send)
     rows.push_later(unpushed)
     return _End(dense, rows, ExchangeWithRows(dense, rows, RowCompanion(rows, None, job.shares)))
 

@@ -216,7 +216,7 @@ def test_of_a_life_that_is_over_nothing_stays_and_nothing_is_taken() -> None:
         job.push(worker, 1, TRAINABLE[0], flat(1.0))
     over = WorkerEnded(1, 0, worker=1, life=0, pushes=())
     job.server.handle(COORDINATOR, over.pack())
-    held = job.server.chunks[TRAINABLE[0]]
+    held = job.server.gradient_stores[TRAINABLE[0]]
     assert [*held.staged] == [PushId(0, 0, 1)]
     for sequence in (1, 2):  # the rest of that push, and another one
         job.push(1, sequence, TRAINABLE[1], flat(1.0))
@@ -236,7 +236,7 @@ def test_of_a_user_that_left_what_had_not_arrived_whole_is_dropped_and_the_coord
     for user in (1, 100):
         job.push(user, 1, TRAINABLE[0], flat(1.0))
     job.server.lost(CLIENT, "reset")  # of the same number as a user
-    held = job.server.chunks[TRAINABLE[0]]
+    held = job.server.gradient_stores[TRAINABLE[0]]
     assert (len(held.staged), job.sent) == (2, [])
     job.server.lost(worker_peer(1), "reset")
     assert [*held.staged] == [PushId(100, 0, 1)]
@@ -342,7 +342,7 @@ def test_an_early_push_that_is_refused_when_its_turn_comes_is_logged(
     for worker in (7, 1):  # the first is no member
         job.push(worker, 1, TRAINABLE[0], flat(1.0))
     job.begin()
-    assert [*job.server.chunks[TRAINABLE[0]].staged] == [PushId(1, 0, 1)]
+    assert [*job.server.gradient_stores[TRAINABLE[0]].staged] == [PushId(1, 0, 1)]
     assert "refused PUSH from worker 7" in caplog.text
     assert "worker 7 is no member" in caplog.text
 

@@ -13,16 +13,18 @@ import torch
 
 from steepest.core.messages.message import Kind, Message
 from steepest.core.tensors.memory import as_tensor, clone
+from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
 from steepest.tables.hashing import shard_of
+from steepest.tables.push_form import PushForm
 from steepest.tables.spread import Spread
 from steepest.testing import InProcessCluster
 from tests.fuzzing import copied, processes
 from tests.modes import make, trained
 from tests.reference import same_bits
-from tests.table_tasks import DIM, rows_of, same_rows, table_task
+from tests.table_tasks import rows_of, same_rows, table_task
 
 STEPS = 3
 USERS = (2, 3)  # the chunks that are shards of the table of users
@@ -73,6 +75,14 @@ def in_peace(name: str, servers: int) -> dict[str, torch.Tensor]:
     return rows_of(cluster)
 
 
+@cache
+def form() -> PushForm:
+    """How the job's pushes of rows look."""
+    dealing = dealing_of(job("sync").job)
+    assert dealing is not None
+    return dealing.push_form
+
+
 def refused(cluster: InProcessCluster) -> int:
     """The messages that all processes have refused."""
     return sum(process.refused() for process in processes(cluster.network))
@@ -99,8 +109,9 @@ def pushed(change: Change) -> Callable[[Message], Message | None]:
         if message.kind is not Kind.PUSH or message.payload is None or message.chunk not in USERS:
             return None
         found = copied(message)
-        rows = RowGradients.unpack(as_tensor(clone(message.payload)).numpy(), DIM, "float64")
-        found.payload = torch.from_numpy(change(rows).pack())
+        rows, *others = form().unpack(as_tensor(clone(message.payload)).numpy())
+        packed = form().pack([change(rows), *others], lambda size: np.empty(size, np.uint8))
+        found.payload = torch.from_numpy(packed)
         return found
 
     return wrong

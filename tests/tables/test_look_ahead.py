@@ -115,7 +115,7 @@ def test_what_is_not_pushed_is_known_at_the_versions_that_servers_may_have() -> 
     job = falling(2)[0].job
     dealing = dealing_of(job)
     assert dealing is not None
-    rows = RowExchange(0, dealing, job.holders, lambda *_: None)
+    rows = RowExchange(0, dealing, job.topology, lambda *_: None)
     rows.delayed.delays, rows.delayed.is_last = True, False
     key = np.zeros(1, np.int32), np.zeros(1, np.int64)
 

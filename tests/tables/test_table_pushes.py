@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from steepest import ParameterServerStrategy, TorchModel
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind, Message
 from steepest.embedding.row_messages import RowKind
+from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, added, weighted
+from steepest.tables.push_form import GroupForm, PushForm
+from steepest.tables.spread import Spread
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained
@@ -26,6 +31,7 @@ from tests.table_tasks import (
     expected_counts,
     mostly_long,
     rows_of,
+    table_task,
     table_values,
 )
 
@@ -152,7 +158,7 @@ def test_memory_of_pushes_of_many_sizes_is_given_back(name: str) -> None:
     trained(cluster, 3 * STEPS)
     settle(cluster)
     for server in cluster.servers:
-        for held in server.chunks.values():
+        for held in server.gradient_stores.values():
             if held.chunk.is_opaque:
                 assert len(held._buffers) <= len(cluster.workers)
 
@@ -175,4 +181,55 @@ def test_a_weighted_sum_is_that_of_scaled_parts_to_the_bit(count: int, dtype: st
     )
     for lives in (False, True):
         some = expected.taken(slice(3, 11)).pack(lives=lives)
-        assert expected.packed_part(slice(3, 11), lives=lives).tobytes() == some.tobytes()
+        assert (
+            RowGradients.unpack(some, 3, dtype, lives=lives).pack(lives=lives).tobytes()
+            == some.tobytes()
+        )
+
+
+def test_the_rows_of_a_server_are_one_push_whatever_groups_and_shards_it_has() -> None:
+    task = table_task()
+    cluster = make("sync", task, servers=3)
+    pushed, before = list[Message](), cluster.network.filter
+
+    def noted(message: Message) -> Any:
+        pushed.extend([message] if message.kind is Kind.PUSH else [])
+        return before(message)
+
+    cluster.network.filter = noted
+    trained(cluster, 2)
+    topology = cluster.job.topology
+    opaque = set(topology.layout.opaque_chunks)
+    together = [set(chunks) for first, chunks in topology.pushed.items() if first in opaque]
+    assert len(opaque) > len(together) == 3
+    assert set.union(*together) == opaque
+    of_rows = [message.chunk for message in pushed if message.chunk in opaque]
+    assert len(of_rows) == 2 * len(cluster.workers) * len(together)
+
+
+@pytest.mark.parametrize("wrong", ["size", "negative", "shard", "twice"])
+def test_a_push_of_rows_that_makes_no_sense_is_refused(wrong: str) -> None:
+    groups = [GroupForm(3, "float32", False), GroupForm(1, "float64", True)]
+    form = PushForm(groups)
+    one = RowGradients(*(np.arange(n, dtype=t) for n, t in ((5, np.int32), (5, np.int64))),
+                       np.ones((5, 3), np.float32), np.ones(5, np.int32))  # fmt: skip
+    packed = form.pack([one, None], lambda size: np.empty(size, np.uint8))
+    assert form.fits(len(packed))
+    assert [len(part) for part in form.unpack(packed)] == [5, 0]
+    assert form.unpack(packed)[0].pack().tobytes() == one.pack().tobytes()
+    spread, holds = Spread.evenly(5, 2), np.ones(2, np.bool_)
+    names = list("abcde")
+    one.require(names, holds, spread)
+    if wrong == "size":
+        packed = np.append(packed, np.zeros(8, np.uint8))
+    elif wrong == "negative":
+        packed[:16].view(np.int64)[:] = [-5, 10]
+    elif wrong == "shard":
+        holds[0] = False
+    else:
+        one.tables[1], one.ids[1] = one.tables[0], one.ids[0]
+    check = partial(form.unpack, packed)
+    if wrong in ("shard", "twice"):
+        check = partial(one.require, names, holds, spread)
+    with pytest.raises(ConfigurationError):
+        check()

@@ -13,6 +13,7 @@ from steepest import ParameterServerStrategy
 from steepest.core.engine.job import Job
 from steepest.core.engine.model_building import build_models
 from steepest.core.tensors.layout import Chunk, ElementType
+from steepest.embedding.pushed_rows import PushedRows
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
@@ -35,14 +36,20 @@ class TestShard(ChunkStoreContract):
         settings: Any = {"optimizer": Adagrad(lr=0.5), "initial": Uniform(-1.0, 1.0)}
         return Dealing((table(dim=DIM, dtype=self.dtype, **settings),), 1, 7, 3)
 
-    def make(self) -> TableChunk:
-        return TableChunk(CHUNK, self.dealing)
+    def make(self) -> PushedRows:
+        return PushedRows([TableChunk(CHUNK, self.dealing)], self.dealing)
+
+    def held(self, store: PushedRows) -> TableChunk:
+        return store._shards[0]
 
     def gradient(self, value: float) -> torch.Tensor:
         """The gradient of three rows."""
         ids, ones = np.array([2, 5, 11]), np.ones(3, np.int32)
         values = np.full((3, DIM), value, np.float32)
-        return torch.from_numpy(RowGradients(np.zeros(3, np.int32), ids, values, ones).pack())
+        rows = RowGradients(np.zeros(3, np.int32), ids, values, ones)
+        return torch.from_numpy(
+            self.dealing.push_form.pack([rows], lambda n: np.empty(n, np.uint8))
+        )
 
 
 class TestPackedShard(TestShard):

@@ -1,4 +1,4 @@
-"""What a server asks of each chunk that it holds: `ChunkStore`."""
+"""What a server asks of each chunk that it holds: `ChunkStore`, of a store of gradients and of one of a state."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StagedPush:
     codec: Codec | None  # None for the chunk's own dtype
 
 
-class ChunkStore(ABC):
-    """One chunk on its server: the state that it holds, and the pushes that are staged.
+class GradientStore(ABC):
+    """The pushes that are staged on a server: of one chunk, or of opaque chunks that are pushed together.
 
-    `ServerChunk` holds the dense parameters of the flat vector. A chunk that is opaque in the layout
-    (`Chunk.is_opaque`) is held by a store of another class, which the builder of the roles passes in, see
-    `steepest.core.engine.stores.Stores`. A server treats stores of all classes alike:
+    `ServerChunk` takes those of the dense parameters of one chunk. What takes those of opaque chunks is of
+    another class, which the builder of the roles passes in, see `steepest.core.engine.stores.Stores`. A server treats
+    stores of all classes alike:
 
     1. A gradient arrives. `fits` says whether its size can be right; `staging_buffer` returns memory for
        it, unless it is lent; `codec_of` checks it. The server then puts a `StagedPush` into `staged`.
@@ -48,21 +48,13 @@ class ChunkStore(ABC):
        before, `clip`, `apply`; then `forget` for each push of the commit. A version without an update (a gradient
        had NaN) is `forget` alone.
     4. A new generation begins: `discard`. A push is dropped: `forget`.
-    5. State is read: `state` between two commits. State is installed: `check_state` for each record as it
-       arrives, `try_state` when all have, `clear_state`, `load_state` for each, `end_state`.
-    6. The job's statistics are read: `counts`, at any time.
-    7. The weights move to other memory, which holds their values already: `move`.
 
     All methods are called on the thread of the server's router, one at a time; none may wait for anything.
     The same calls in the same order leave the same bits: copies of a chunk on two servers, replays and
     recovery rely on that. A method that raises `ProtocolError` has changed nothing.
 
-    A store without bytes in the flat vector has empty `weights`, which are never sent: it answers
-    messages of its own, see `StoreService`.
-
     Args:
-        chunk: of the layout.
-        weights: its bytes, flat uint8; empty for an opaque chunk.
+        chunk: of the layout, by which pushes are named: the first of several.
 
     Attributes:
         is_opaque: whether the chunk is.
@@ -70,10 +62,9 @@ class ChunkStore(ABC):
         raised: the exception that the user's code raised in the last `apply`; None if it did not raise.
     """
 
-    def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+    def __init__(self, chunk: Chunk) -> None:
         self.raised: BaseException | None = None
         self.chunk, self.is_opaque = chunk, chunk.is_opaque
-        self.weights = weights
         self.staged: dict[PushId, StagedPush] = {}
         # All staging memory, by id; a connection that breaks within a payload drops its buffer.
         self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -179,6 +170,29 @@ class ChunkStore(ABC):
     def note_time(self, seconds: int) -> None:  # noqa: B027 - most stores keep no time
         """Note the coordinator's time of the next commit, in whole seconds since the epoch."""
 
+
+class HeldChunk(ABC):
+    """What a server holds of one chunk between two commits.
+
+    State is read: `state` between two commits. State is installed: `check_state` for each record as it arrives,
+    `try_state` when all have, `clear_state`, `load_state` for each, `end_state`. The job's statistics are read:
+    `counts`, at any time. The weights move to other memory, which holds their values already: `move`.
+
+    An opaque chunk has no bytes in the flat vector. Its `weights` are empty and never sent: it answers messages of its
+    own, see `steepest.core.engine.stores.StoreService`. Threads, bits and errors are as of `GradientStore`.
+
+    Args:
+        chunk: of the layout.
+        weights: its bytes, flat uint8; empty for an opaque chunk.
+
+    Attributes:
+        is_opaque: whether the chunk is.
+    """
+
+    def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+        self.chunk, self.is_opaque = chunk, chunk.is_opaque
+        self.weights = weights
+
     @abstractmethod
     def move(self, buffer: torch.Tensor) -> None:
         """Have the weights lie in other memory, which holds their values already."""
@@ -234,3 +248,11 @@ class ChunkStore(ABC):
     @abstractmethod
     def clear_state(self) -> None:
         """Drop the state: the next step is taken as the first one."""
+
+
+class ChunkStore(GradientStore, HeldChunk):
+    """One chunk on its server: what it holds, and the pushes that are staged; `ServerChunk` is one."""
+
+    def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+        GradientStore.__init__(self, chunk)
+        HeldChunk.__init__(self, chunk, weights)

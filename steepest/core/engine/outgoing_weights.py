@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.optimizer_records import state_fields
 from steepest.core.engine.topology import Topology
@@ -69,7 +69,7 @@ class OutgoingWeights:
         self,
         index: int,
         topology: Topology,
-        chunks: Mapping[int, ChunkStore],  # that the server holds, by index
+        chunks: Mapping[int, HeldChunk],  # that the server holds, by index
         # uint8, flat, of the layout's size: where the chunks lie at the beginning
         vector: torch.Tensor,
         send: Send,  # sends as the server
@@ -97,7 +97,7 @@ class OutgoingWeights:
         # by chunk, what they are sent where they are sent changes
         self._changes: dict[int, SentChanges] = {}
 
-    def change(self, held: ChunkStore, version: int, *, differ: bool) -> None:
+    def change(self, held: HeldChunk, version: int, *, differ: bool) -> None:
         """Note that a chunk has a version's new weights; `differ`: whether workers may have different versions."""
         if (packed := held.change_to_send()) is not None:
             most = held.chunk.nbytes if differ else 0
@@ -124,7 +124,7 @@ class OutgoingWeights:
     def send(
         self,
         reader: Peer,
-        held: ChunkStore,
+        held: HeldChunk,
         at: Key,
         sequence: int = 0,
         *,
@@ -173,7 +173,7 @@ class OutgoingWeights:
         """Return whether a reader is a worker, or an aggregator, of another host."""
         return reader.role in ("worker", "aggregator") and self._hosts.host_of(reader) != self._host
 
-    def _as_sent(self, held: ChunkStore, reader: Peer, at: Key) -> torch.Tensor:
+    def _as_sent(self, held: HeldChunk, reader: Peer, at: Key) -> torch.Tensor:
         """Return a chunk's weights as a reader receives them, rounded once for all workers of other hosts."""
         chunk, wire_dtype = held.chunk, self._wire_dtype
         if reader.role not in ("worker", "aggregator"):
@@ -193,7 +193,7 @@ class OutgoingWeights:
             self._narrowed[chunk.index] = (at, narrowed)
         return narrowed
 
-    def answer(self, order: Snapshot, at: Key) -> tuple[list[ChunkStore], SnapshotEnd]:
+    def answer(self, order: Snapshot, at: Key) -> tuple[list[HeldChunk], SnapshotEnd]:
         """Send a SNAPSHOT's reader the dense chunks that this server answers for: weights, optimizer state.
 
         Returns:
@@ -216,7 +216,7 @@ class OutgoingWeights:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def make_way(self, held: ChunkStore) -> torch.Tensor | None:
+    def make_way(self, held: HeldChunk) -> torch.Tensor | None:
         """Return memory of a chunk's size that no process reads, for new weights; None to write them in place."""
         if held.is_opaque:
             return None

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from steepest.core.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.engine.chunk_store import GradientStore, StagedPush
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.staging_progress import StagingProgress
 from steepest.core.engine.topology import Topology
@@ -88,7 +88,7 @@ class PushIntake:
         self,
         index: int,
         topology: Topology,
-        chunks: Mapping[int, ChunkStore],
+        chunks: Mapping[int, GradientStore],
         answers_for: Collection[int],
         send: Send,
         *,
@@ -231,7 +231,7 @@ class PushIntake:
             )
         return pushes
 
-    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ChunkStore) -> bool:
+    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: GradientStore) -> bool:
         """Drop and count a chunk if it is late, and return whether it is; ProtocolError: no correct peer sends it."""
         if len(pushes) == 1:
             reason = self._reason_to_refuse(pushes[0], pushed, held)
@@ -251,7 +251,7 @@ class PushIntake:
         return True
 
     def _reason_to_refuse(
-        self, push: PushId, pushed: Push | HostPush, held: ChunkStore
+        self, push: PushId, pushed: Push | HostPush, held: GradientStore
     ) -> str | None:
         """Return why a push is refused: "" if it is late or a copy; None to take it."""
         is_over = push.incarnation <= self._ended.get(push.worker, -1)
@@ -269,7 +269,7 @@ class PushIntake:
             return "out of place"
         return None
 
-    def _is_copy(self, pushes: list[PushId], held: ChunkStore) -> bool:
+    def _is_copy(self, pushes: list[PushId], held: GradientStore) -> bool:
         """Return whether all of these pushes are staged on a chunk, perhaps within other sums."""
         if self._stages_each:
             return pushes[0] in held.staged
@@ -279,7 +279,7 @@ class PushIntake:
         return known and held.contributors().issuperset(push.worker for push in pushes)
 
     @staticmethod
-    def _reason_against_another(push: PushId, held: ChunkStore) -> str | None:
+    def _reason_against_another(push: PushId, held: GradientStore) -> str | None:
         """Return why a worker may not stage one more push, as its pushes would fill the memory; None if it may."""
         if len(held.staged) < MOST_PUSHES:
             return None
@@ -288,7 +288,7 @@ class PushIntake:
             return None
         return f"worker {push.worker} has {own} pushes that are not committed"
 
-    def _drop_taken_back(self, pushes: list[PushId], chunk: ChunkStore) -> None:
+    def _drop_taken_back(self, pushes: list[PushId], chunk: GradientStore) -> None:
         """Drop the older pushes of these workers, which have taken them back (see `Push`), alone or within sums.
 
         Raises:
@@ -307,7 +307,7 @@ class PushIntake:
             if not self._stages_each and chunk.staged:
                 self._take_back(push.worker, chunk)
 
-    def _take_back(self, worker: int, held: ChunkStore) -> None:
+    def _take_back(self, worker: int, held: GradientStore) -> None:
         """Drop a worker's gradient of a chunk for the next version, with the sum that contains it."""
         pushes = [push for push, staged in held.staged.items() if worker in staged.workers]
         if pushes and self.progress.version_is_whole:
@@ -318,7 +318,7 @@ class PushIntake:
         for push in pushes:
             held.forget(push)
 
-    def _reduce(self, held: ChunkStore) -> None:
+    def _reduce(self, held: GradientStore) -> None:
         """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
         began = 0.0 if self.spans is None else self.spans.now()
         whole_version = self.progress.reduce(held)
@@ -328,7 +328,7 @@ class PushIntake:
             staged = VersionStaged(self.generation, self.version, *whole_version)
             self._send(COORDINATOR, staged.pack())
 
-    def _count(self, push: PushId, held: ChunkStore, pulled: int) -> None:
+    def _count(self, push: PushId, held: GradientStore, pulled: int) -> None:
         """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
         whole_push = self.progress.count(push, held)
         if whole_push is not None:

@@ -80,7 +80,6 @@ class PushPull:
         self.bytes_pulled = 0  # of weights from other processes, so far
         self._own = None if own is None else server_peer(own)
         layout, holders, hosts = topology.layout, topology.holders, topology.hosts
-        self._layout = layout
         self._send = send
         codec, pull_dtype = topology.wire_formats
         everywhere = codec is not None and codec.everywhere
@@ -93,6 +92,7 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
+        self._count = len(topology.pushed)
         for chunk in layout.opaque_chunks:  # no aggregator adds them up, no codec packs them
             packed[chunk] = False
             self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
@@ -108,7 +108,7 @@ class PushPull:
         self._holders = holders
         self._held: list[tuple[int, Push]] = []  # chunks that are held back, see `hold_back`
         # by server: its chunks, and those that are to come; None if none is held back
-        self._each = Counter(s for chunk in layout.trainable_chunks for s in holders[chunk])
+        self._each = Counter(s for chunk in topology.pushed for s in holders[chunk])
         self._lacking: dict[int, int] | None = None
         self._weights = ArrivingWeights(
             f"worker {worker}", layout, weights, pull_dtype, topology.pull_codec
@@ -128,7 +128,7 @@ class PushPull:
         self._incarnation = incarnation
         self._generation, self._version = generation, version
         self.sequence += 1
-        self.bytes_pushed, self._unpushed = 0, len(self._layout.trainable_chunks)
+        self.bytes_pushed, self._unpushed = 0, self._count
         if self._compressor is not None:
             self._compressor.begin()
         self._lacking = None

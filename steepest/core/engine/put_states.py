@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.engine.optimizer_records import state_tensor
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
@@ -50,9 +50,9 @@ class PutStates:
     def __init__(
         self,
         server: int,
-        chunks: Mapping[int, ChunkStore],
+        chunks: Mapping[int, HeldChunk],
         send: Send,
-        make_way: Callable[[ChunkStore], torch.Tensor | None],
+        make_way: Callable[[HeldChunk], torch.Tensor | None],
         *,
         checked: bool,
     ) -> None:

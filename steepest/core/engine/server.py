@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import ChunkStore, GradientStore, HeldChunk
 from steepest.core.engine.in_words import pushes_in_words
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.optimizer_records import checked_state_size
@@ -159,17 +159,19 @@ class Server:
         self._open_to_all = mode.open_to_all
         self._layout = layout
         # that this server holds, by index
-        self.chunks: dict[int, ChunkStore] = {
+        self.chunks: dict[int, HeldChunk] = {
             chunk.index: _made(chunk, topology, spec, weights)
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
+        # by the first chunk of each push
+        self.gradient_stores = _gradient_stores(self.chunks, topology, spec)
         # indices of those whose copies, if any, are on other servers
         self.answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
         self._intake = PushIntake(
             index,
             topology,
-            self.chunks,
+            self.gradient_stores,
             self.answers_for,
             send,
             stages_each=mode.stages_each,
@@ -266,6 +268,17 @@ class Server:
 
         See `Role.destination`.
         """
+        if message.kind in (Kind.PUSH, Kind.HOST_PUSH):
+            taking = self.gradient_stores.get(message.chunk)
+            if taking is None or not taking.fits(size, self._codec):
+                raise self._unfit(message, size, taking)
+            if self._intake.is_late(message):
+                return None
+            if message.payload is not None:
+                return as_tensor(message.payload)
+            return taking.staging_buffer(size)
+        if self._service is not None and message.kind in self._service.kinds:
+            return self._service.destination(message, size)
         held = self.chunks.get(message.chunk)
         if message.kind is Kind.PUT_STATE:
             size = checked_state_size(message, size)
@@ -273,28 +286,20 @@ class Server:
                 self._puts.make_room(size)
             else:
                 self._puts.make_room_for_rows(size)
-            return torch.empty(size, dtype=torch.uint8)
-        is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
-        takes = held is not None and (
-            held.fits(size, self._codec)
-            if is_push
-            else message.kind is Kind.PUT and size == held.chunk.nbytes
-        )
-        if held is None or not takes:
-            if self._service is not None and message.kind in self._service.kinds:
-                return self._service.destination(message, size)
-            raise ProtocolError(
-                f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
-                f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
-            )
-        if message.kind is Kind.PUT:
+        elif message.kind is not Kind.PUT or held is None or size != held.chunk.nbytes:
+            raise self._unfit(message, size, held)
+        else:
             self._puts.make_room(size)
-            return torch.empty(size, dtype=torch.uint8)
-        if self._intake.is_late(message):
-            return None
-        if message.payload is not None:
-            return as_tensor(message.payload)
-        return held.staging_buffer(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _unfit(
+        self, message: Message, size: int, held: HeldChunk | GradientStore | None
+    ) -> ProtocolError:
+        """Return the error of a payload for which there is no place."""
+        return ProtocolError(
+            f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
+            f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
+        )
 
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message; ProtocolError: it is refused."""
@@ -444,9 +449,11 @@ class Server:
             if self.torn is not None:
                 continue
             if held.chunk.index in changed:
-                self._weights.change(held, commit.version, differ=self._versions_differ)
+                self._weights.change(
+                    self.chunks[held.chunk.index], commit.version, differ=self._versions_differ
+                )
             for reader, sequence, part in parts:
-                self._send_part(reader, sequence, held, part)
+                self._send_part(reader, sequence, held.chunk, part)
         if self.torn is not None and self._open_to_all:
             for reader, sequence in readers:
                 self._send_torn(reader, sequence, self.torn)
@@ -481,26 +488,31 @@ class Server:
         )
 
     def _send_part(
-        self, reader: Peer, sequence: int, held: ChunkStore, part: _ReaderPart | None
+        self, reader: Peer, sequence: int, chunk: Chunk, part: _ReaderPart | None
     ) -> None:
         """Send a reader a chunk, if it belongs to the part that the reader is sent."""
         since, fragments = part or (None, None)
         if fragments is None:
-            is_sent = held.chunk.index in self._layout.changed_by(self.version)
+            is_sent = chunk.index in self._layout.changed_by(self.version)
         else:
-            is_sent = held.chunk.fragment in fragments
+            is_sent = chunk.fragment in fragments
         if is_sent:
             key = self._position, sequence
             skipped = self._is_left_out(reader)
             self._weights.send(
-                reader, held, *key, skipped=skipped, fragments=fragments, since=since
+                reader,
+                self.chunks[chunk.index],
+                *key,
+                skipped=skipped,
+                fragments=fragments,
+                since=since,
             )
 
     def _is_left_out(self, reader: Peer) -> bool:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
         return reader.index in self._left_out if self._versions_differ else bool(self._left_out)
 
-    def _apply(self, held: ChunkStore, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
+    def _apply(self, held: GradientStore, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
         spans, place = self._spans, (-1, commit.version, held.chunk.index)
         began = 0.0 if spans is None else spans.now()
@@ -514,7 +526,7 @@ class Server:
                 began = spans.now()
         held.clip(commit.clip)
         try:
-            held.apply(hyper, commit.rate, self._weights.make_way(held))
+            held.apply(hyper, commit.rate, self._weights.make_way(self.chunks[held.chunk.index]))
         except BaseException as error:
             if held.raised is not error:
                 raise
@@ -579,7 +591,7 @@ class Server:
             reader = worker_peer(worker)
             part = self._part_for(reader)
             for held in reversed(self._trainable):
-                self._send_part(reader, sequence, held, part)
+                self._send_part(reader, sequence, held.chunk, part)
 
     # -- membership and state ------------------------------------------------------------------
 
@@ -626,11 +638,11 @@ class Server:
 
 def _made(
     chunk: Chunk, topology: Topology, spec: OptimizerSpec | None, weights: torch.Tensor
-) -> ChunkStore:
-    """Return the store of a chunk, of the flat vector `weights` or opaque."""
+) -> HeldChunk:
+    """Return what a server holds of a chunk, of the flat vector `weights` or opaque."""
     if chunk.is_opaque:
         assert topology.stores is not None, f"chunk {chunk.index} is opaque: give the server stores"
-        return topology.stores.make(chunk, spec)
+        return topology.stores.make(chunk)
     layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
     view = layout.chunk_view(weights, chunk.index)
     # if workers add up gradients, the sum lies in this process, whose worker has its weights of this server alone
@@ -639,3 +651,18 @@ def _made(
     if topology.pull_codec is not None:
         held.follow(topology.pull_codec)
     return held
+
+
+def _gradient_stores(
+    chunks: Mapping[int, HeldChunk], topology: Topology, spec: OptimizerSpec | None
+) -> dict[int, GradientStore]:
+    """Return what takes the gradients of a server's chunks, by the first chunk of each push."""
+    found: dict[int, GradientStore] = {}
+    for first, members in topology.pushed.items():
+        held = chunks.get(first)
+        if isinstance(held, ChunkStore):
+            found[first] = held
+        elif held is not None:
+            assert topology.stores is not None
+            found[first] = topology.stores.take([chunks[index] for index in members], spec)
+    return found

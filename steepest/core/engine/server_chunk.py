@@ -101,12 +101,12 @@ class ServerChunk(ChunkStore):
         return OwnValues(self._optimizer, [spec.groups[at][1] for at in self._groups])
 
     def fits(self, size: int, codec: Codec | None) -> bool:
-        """Return whether a gradient may have `size` bytes, see `ChunkStore.fits`."""
+        """Return whether a gradient may have `size` bytes, see `GradientStore.fits`."""
         packed = codec.size(self._layout, self.chunk) if codec is not None else None
         return size == self.chunk.nbytes or size == packed
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return the codec of a gradient's payload, see `ChunkStore.codec_of`."""
+        """Return the codec of a gradient's payload, see `GradientStore.codec_of`."""
         if payload is None or codec is None:
             return None
         if payload.numel() != codec.size(self._layout, self.chunk):
@@ -127,7 +127,7 @@ class ServerChunk(ChunkStore):
         return self._sum
 
     def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
+        """Return the sum of the squares of one staged gradient, see `GradientStore.check`."""
         staged = self.staged[push]
         if staged.payload is None or not self.chunk.dtype.is_floating_point:
             return 0.0
@@ -214,7 +214,7 @@ class ServerChunk(ChunkStore):
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, parameter) of NaN and infinity, see `ChunkStore.culprits`."""
+        """Return (worker, parameter) of NaN and infinity, see `GradientStore.culprits`."""
         culprits = []
         for push in chosen:
             if self.staged[push].payload is not None:
@@ -234,7 +234,7 @@ class ServerChunk(ChunkStore):
     def apply(
         self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
     ) -> None:
-        """Take one optimizer step with the mean, and drop it, see `ChunkStore.apply`."""
+        """Take one optimizer step with the mean, and drop it, see `GradientStore.apply`."""
         self._raise_of_codec()
         if self.mean is None and not self._counts:
             return
@@ -420,7 +420,7 @@ class ServerChunk(ChunkStore):
         self._loading.setdefault(parameter, {})[description["key"]] = value, description["plain"]
 
     def end_state(self) -> None:
-        """Set the state of which all records have been loaded; see `ChunkStore.end_state`."""
+        """Set the state of which all records have been loaded; see `HeldChunk.end_state`."""
         loading, self._loading = self._loading, {}
         if not loading or self._optimizer is None:
             return

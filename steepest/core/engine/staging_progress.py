@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import GradientStore
 from steepest.core.messages.message import PushId, worker_peer
 from steepest.core.protocol.push_tracking import MOST_CULPRITS
 from steepest.errors import listed
@@ -69,19 +69,19 @@ class StagingProgress:
         """Whether every chunk of the next version is reduced."""
         return self._version.missing == 0
 
-    def reduce(self, held: ChunkStore) -> GradientCheck | None:
+    def reduce(self, held: GradientStore) -> GradientCheck | None:
         """Form a chunk's mean of all members' pushes; after the last chunk, return the check of the whole mean."""
         order = sorted(held.staged)
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)
 
-    def take_back(self, held: ChunkStore) -> None:
+    def take_back(self, held: GradientStore) -> None:
         """Note that a reduced chunk of a version that is not whole lacks a gradient again."""
         self._version.missing += 1
         self._version.squares.pop(held.chunk.index, None)
         self._version.culprits.pop(held.chunk.index, None)
 
-    def count(self, push: PushId, held: ChunkStore) -> GradientCheck | None:
+    def count(self, push: PushId, held: GradientStore) -> GradientCheck | None:
         """Note one more staged chunk of a push; after the last chunk, return the check of its gradient."""
         progress = self._pushes.get(push)
         if progress is None:
@@ -92,7 +92,7 @@ class StagingProgress:
         return whole
 
     def _note(
-        self, progress: _StagedChunks, held: ChunkStore, squares: float, pushes: Sequence[PushId]
+        self, progress: _StagedChunks, held: GradientStore, squares: float, pushes: Sequence[PushId]
     ) -> GradientCheck | None:
         """Note one more staged chunk of some pushes; after the last chunk, return the check of the gradient."""
         chunk = held.chunk.index

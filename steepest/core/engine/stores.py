@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.chunk_store import GradientStore, HeldChunk
 from steepest.core.messages.fields import Schema
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.permissions import Line
@@ -38,7 +38,7 @@ class StoreService(Protocol):
     def reached(self, at: Position) -> None:
         """Answer the requests that waited for this position; called after each commit and at each new generation."""
 
-    def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
+    def read(self, order: Snapshot, stores: Sequence[HeldChunk], end: SnapshotEnd) -> None:
         """Send a snapshot's reader the state of some stores as it is now, at once or in pieces, and then `end`."""
 
     def lost(self, peer: Peer) -> None:
@@ -56,20 +56,23 @@ class Stores(Protocol):
 
     @property
     def keeps_time(self) -> bool:
-        """Whether stores need the time of commits, see `ChunkStore.note_time`."""
+        """Whether stores need the time of commits, see `GradientStore.note_time`."""
 
     def prepare(self) -> None:
         """Do slow preparations, such as compilation, before a process joins the job."""
 
-    def make(self, chunk: Chunk, spec: OptimizerSpec | None) -> ChunkStore:
-        """Return the store of an opaque chunk, as it is before the first step.
+    def make(self, chunk: Chunk) -> HeldChunk:
+        """Return the state of an opaque chunk of the job's layout, as it is before the first step."""
+
+    def take(self, states: Sequence[HeldChunk], spec: OptimizerSpec | None) -> GradientStore:
+        """Return what takes the gradients of opaque chunks that are pushed together.
 
         Args:
-            chunk: of the job's layout.
+            states: of the chunks, as `make` returned them.
             spec: the optimizer of the dense parameters; None to add pushes to the weights.
         """
 
-    def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> StoreService:
+    def serve(self, server: int, stores: Mapping[int, HeldChunk], send: Send) -> StoreService:
         """Return the service of one server.
 
         Args:

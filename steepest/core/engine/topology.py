@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -114,3 +114,21 @@ class Topology:
     # the form in which changes of weights are pulled from servers of other hosts; None to pull weights
     pull_codec: Codec | None = None
     stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks
+
+    # the chunks of each push, by the first of them, if they are those of another topology
+    pushes: Mapping[int, tuple[int, ...]] | None = None
+
+    @cached_property
+    def pushed(self) -> Mapping[int, tuple[int, ...]]:
+        """The trainable chunks whose gradients are one push, by the first of them.
+
+        Opaque chunks that the same servers hold are pushed together, each other chunk by itself.
+        """
+        if self.pushes is not None:
+            return self.pushes
+        layout, holders = self.layout, self.holders
+        found: dict[Sequence[int], list[int]] = {}
+        for chunk in layout.opaque_chunks:
+            found.setdefault(tuple(holders[chunk]), []).append(chunk)
+        alone = {chunk: (chunk,) for chunk in layout.dense_chunks}
+        return alone | {chunks[0]: tuple(chunks) for chunks in found.values()}

@@ -85,6 +85,7 @@ class GroupExchange(ExchangeAround):
         self._now: Reduction | NewWeights | None = None  # what the group does, or did last
         self._made: dict[tuple[int, int], MadeChunk] = {}  # see `NewWeights`
         self._opaque = frozenset(self._layout.opaque_chunks)
+        self._count = len(job.topology.pushed)
         # opaque chunks of the present gradient, as `ready` was given them, if it may be taken back
         self._kept: list[tuple[int, torch.Tensor, float, float, frozenset[int]]] = []
         self._missing = 0  # chunks of it that are not ready yet
@@ -123,7 +124,7 @@ class GroupExchange(ExchangeAround):
             self._join(generation)
         if self._own is not None and self._own.pulled == version and self._missing:
             self._begin_again(self._own)
-        self._missing, self._moved = len(self._layout.trainable_chunks), 0
+        self._missing, self._moved = self._count, 0
         self._kept.clear()
         self._own = OwnGradient(generation, version, incarnation, self.sequence)
         assert self._group is not None
@@ -179,7 +180,7 @@ class GroupExchange(ExchangeAround):
         assert self._own is not None
         self._own.chunks.clear()
         self._own.sequence = self.sequence
-        self._missing, self._moved = len(self._layout.trainable_chunks), 0
+        self._missing, self._moved = self._count, 0
         self._kept.clear()
 
     def _hand_over(
