@@ -30,8 +30,8 @@ class TableModel(Protocol):
     def use_rows(self, source: RowSource) -> None:
         """Have the modules pull rows from a source from now on, and push gradients to it."""
 
-    def look_ahead(self, batch: Any) -> None:
-        """Run the forward pass over a batch for its look-ups of rows alone."""
+    def table_ids(self, batch: Any) -> Any:
+        """Return where the ids of a batch that are looked up are searched for: in the batch, by default."""
 
 
 class _LoadedBatch(NamedTuple):
@@ -44,9 +44,9 @@ class _LoadedBatch(NamedTuple):
 class RowCompanion(Companion):
     """Gives models their rows, and has the rows of batches on their way before these are computed.
 
-    A model's forward pass over a batch that is computed later is run up to its last look-up of rows, which are asked
-    for and not awaited. Where the pass itself then asks for the same rows, in the same order, they are those that
-    have come meanwhile; otherwise they are pulled then.
+    The ids of the batches before show where a batch that is computed later has its own, see `IdPlaces`. Its rows are
+    asked for and not awaited. Where the forward pass then asks for the same rows, they are those that have come
+    meanwhile; otherwise they are pulled then.
 
     Args:
         rows: that models use.
@@ -61,6 +61,7 @@ class RowCompanion(Companion):
         self._models: tuple[TableModel, ...] = ()
         self._loaded: dict[Place, _LoadedBatch | BaseException] = {}
         self._is_told = False
+        self._batch: Any = None  # the present one
 
     def attach(
         self,
@@ -82,10 +83,10 @@ class RowCompanion(Companion):
     def begin_share(self, places: Sequence[Place], ready: ChunkReady) -> None:
         """Ask for rows of shares to come, then push gradients of the step before."""
         # In this order: the small requests would wait behind the gradients.
-        if self._shares and places and self._rows.lookups:
+        if self._shares and places and self._rows.places.any():
             number = places[0][0]
             numbers = [number + ahead * self._step for ahead in range(self._shares + 1)]
-            self._look(numbers, skip=number)
+            self._look([place for each in numbers for place in self._places(each)], skip=number)
         self._rows.begin_share(ready)
 
     def take(self, place: Place, load: Callable[[Place], Any]) -> Any:
@@ -96,19 +97,32 @@ class RowCompanion(Companion):
         """
         loaded = self._loaded.pop(place, None)
         if loaded is None:
-            return load(place)
-        if isinstance(loaded, BaseException):
+            self._batch = load(place)
+        elif isinstance(loaded, BaseException):
             raise loaded
-        restore(loaded.generators)
-        return loaded.batch
+        else:
+            restore(loaded.generators)
+            self._batch = loaded.batch
+        return self._batch
 
     def begin_batch(self, place: Place) -> None:
         """Begin the forward pass over a batch, whose rows may have been asked for already."""
-        self._rows.begin_batch(place)
+        model, loaded = self._models[place[1]], self._batch
+        searched = None if self._shares is None else partial(model.table_ids, loaded)
+        self._rows.begin_batch(place, searched)
 
     def end_batch(self, weight: float) -> None:
         """Note that a batch is computed, and what it weighs."""
+        self._batch = None
         self._rows.end_batch(weight)
+        if self._shares and not self._is_told and self._rows.places.is_given_up():
+            self._is_told = True
+            log.warning(
+                "table_staleness=%d: a batch does not have the ids that the model looks up, so that their rows are "
+                "asked for when they are needed; have collate_fn put them into the batch, or give "
+                "TorchModel(table_ids=), a function that returns them",
+                self._shares,
+            )
 
     def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
         """Push the gradients of rows, or keep them for the next step."""
@@ -116,8 +130,9 @@ class RowCompanion(Companion):
 
     def look_ahead(self, number: int) -> None:
         """Look at the share after one whose gradient is pushed; its rows are of the next version."""
-        if self._shares == 0 and self._rows.lookups:
-            self._look([number + self._step], skip=number)
+        if self._shares == 0:
+            places = self._places(number + self._step)
+            self._look(places if self._rows.places.any() else places[: len(self._models)])
 
     def squares(self) -> float:
         """Return the sum of the squares of the rows' mean gradient over the batches since `scale`."""
@@ -137,10 +152,10 @@ class RowCompanion(Companion):
         finally:
             with_rows.use_rows(self._rows)
 
-    def _look(self, numbers: list[int], skip: int) -> None:
-        """Load the batches of some shares, and ask for the rows of all but one share."""
-        # Errors are raised later: the data's by `take`, the forward pass' by the pass itself.
-        for place in (place for number in numbers for place in self._places(number)):
+    def _look(self, places: Sequence[Place], skip: int = -1) -> None:
+        """Load the batches of some places, and ask for the rows of those that are of another share than `skip`."""
+        # Errors are raised later: the data's by `take`, those of ids by the forward pass itself.
+        for place in places:
             if place in self._loaded:
                 continue
             try:
@@ -155,8 +170,7 @@ class RowCompanion(Companion):
     def _look_at(self, place: Place, batch: Any, model: TableModel) -> None:
         """Ask for the rows of a batch."""
         try:
-            look = partial(model.look_ahead, batch)
-            self._rows.look(place, look, later=not self._shares)
+            self._rows.look(place, model.table_ids(batch), later=not self._shares)
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
             log.log(
                 logging.DEBUG if self._is_told else logging.WARNING,

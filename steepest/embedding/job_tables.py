@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from steepest.core.engine.job import Job
+from steepest.core.protocol.commit_rules import CommitAll
 from steepest.core.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def dealing_of(job: Job) -> Dealing | None:
 def staleness_of(strategy: Strategy) -> int | None:
     """Return how many updates older than the weights rows may be; None to ask for them in the step that needs them."""
     staleness: int | None = getattr(strategy, "table_staleness", None)
+    if staleness is None and not strategy.local and isinstance(strategy.rule, CommitAll):
+        return 0  # what the next step computes is known, and from which weights
     return staleness
 
 

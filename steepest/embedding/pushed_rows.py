@@ -37,7 +37,7 @@ class _HeldGroup(NamedTuple):
     holds: Bools  # (shards,), which of all shards these are
 
 
-class PushedRows(GradientStore):
+class RowGradientStore(GradientStore):
     """Takes the gradients of all shards of tables that one server shares with the same others.
 
     A worker pushes them together, see `PushForm`. Each shard's rows count updates by themselves: one for each commit,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from steepest.core.engine.exchange import WaitUntil
@@ -18,11 +20,12 @@ from steepest.core.engine.topology import Topology
 from steepest.core.messages.message import Message, Peer, Send, server_peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.delayed_rows import DelayedRows
+from steepest.embedding.id_places import IdPlaces, Searched
 from steepest.embedding.row_collector import RowCollector
 from steepest.embedding.row_messages import ROW_MEMORY, PullRows, Rows, RowsOfPush
 from steepest.errors import ConfigurationError, ProtocolError, listed
 from steepest.tables.dealing import Dealing, Where
-from steepest.tables.gradients import pack_keys
+from steepest.tables.gradients import aligned, pack_keys
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
@@ -31,26 +34,34 @@ _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
 _REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
 
 
-class _BatchKeys(NamedTuple):
-    """The keys of one look-up in a batch: `tables` and `ids`, (n,) each, may repeat; `keys` are distinct."""
+class _KeysOfLookUp(NamedTuple):
+    """The keys of one look-up: `tables` and `ids`, (n,) each, may repeat; `keys` are distinct."""
 
+    group: int
     tables: Int32s
     ids: Int64s
     keys: Distinct
 
 
-class _AskedRows(NamedTuple):
-    """A look-up of some keys of a group of tables that servers were asked for."""
+@dataclass(eq=False)
+class _AskedRows:
+    """Rows of a group of tables that servers were asked for, of one look-up or several."""
 
     group: int
     tables: Int32s
     ids: Int64s
-    parts: list[tuple[int, Where]]  # by request
-    batch: _BatchKeys | None = None
+    training: bool
+    # by request, which of the rows, and their bytes in the answer
+    parts: list[tuple[int, Where, slice]] = field(default_factory=list)
+    values: Floats | None = None  # all of them, once they have come
 
 
-class _LookedError(BaseException):
-    """A forward pass has come to its last look-up; raised through the model's code."""
+class _AskedLookUp(NamedTuple):
+    """A look-up whose rows were asked for."""
+
+    rows: _AskedRows
+    part: slice  # of them
+    wanted: _KeysOfLookUp | None = None  # where a batch was looked at beforehand
 
 
 class RowExchange(RowCollector):
@@ -75,15 +86,16 @@ class RowExchange(RowCollector):
         self._forms = [group[0].form for group in dealing.groups]
         self._awaited: dict[int, int] = {}  # by request, the server
         self._answers: dict[int, Rows] = {}
-        self.lookups = self._done = 0  # of the last batch, each of one group of tables
+        self.places = IdPlaces()  # of the models' batches
         self.delayed = DelayedRows(self)  # the gradients that are kept for the next step
         # of the answers that the present gradient is computed with, in their order
         self.versions: list[int] = []
-        self._looking: list[_AskedRows] | None = None  # the look-ups of a pass that only asks
-        self._later = 0  # versions after the present one, of which its rows are to be
-        self._looked: dict[Place, list[_AskedRows]] = {}
-        self._coming: list[_AskedRows] = []  # the look-ups of the present batch, in order
-        self._batch_looked_at: _BatchKeys | None = None  # of the present look-up
+        self._done = 0  # look-ups of the present batch
+        self._searched: Searched | None = None  # for their ids
+        self._looked: dict[
+            Place, dict[int, _AskedLookUp]
+        ] = {}  # look-ups by their number in a batch
+        self._coming: dict[int, _AskedLookUp] = {}  # those of the present batch
         self._servers = np.array(  # by group and shard
             [
                 [
@@ -116,54 +128,60 @@ class RowExchange(RowCollector):
         """
         if self.wait_until is None or self.position[1] < 0:  # or before the first weights
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
-        if self._looking is not None:
-            asked = self._ask(group, tables, ids, True)
-            self._looking.append(asked._replace(batch=self._batch_looked_at))
-            if len(self._looking) == self.lookups:
-                raise _LookedError
-            return np.zeros_like(self._empty(group, len(ids)))
-        self._done += 1
-        asked = self._asked_before(group, tables, ids) or self._ask(group, tables, ids, training)
+        at, self._done = self._done, self._done + 1
+        asked = self._coming.get(at)
+        was_right = asked is not None and _is_same(asked, group, tables, ids, training)
+        self.places.note(at, training=training, was_right=asked is None or was_right)
+        if asked is None or not was_right:
+            rows = _AskedRows(group, tables, ids, training)
+            self._ask([rows])
+            asked = _AskedLookUp(rows, slice(0, len(ids)))
         try:
-            if not self._has_come(asked):
-                self.wait_until(lambda: self._has_come(asked), _NOT_SENT)
+            if not self._has_come(asked.rows):
+                self.wait_until(partial(self._has_come, asked.rows), _NOT_SENT)
             return self._values(asked)
         finally:
-            self._forget(asked)
+            if not was_right:
+                self._forget(asked)
 
     def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
         """Return the distinct ones of the (table, id) of a batch, perhaps found beforehand."""
-        if self._looking is not None:
-            keys = super().distinct(group, tables, ids)
-            self._batch_looked_at = _BatchKeys(
-                tables, np.array(ids), keys
-            )  # users may change theirs
-            return keys
-        if self._coming and self._coming[0].group == group and (known := self._coming[0].batch):
+        if (asked := self._coming.get(self._done)) is not None and (known := asked.wanted):
             same = np.array_equal(known.ids, ids) and np.array_equal(known.tables, tables)
-            if same:
+            if same and known.group == group:
                 return known.keys
+        if self._searched is not None and self.places.is_sought(self._done):
+            self.places.find(self._done, group, tables, ids, self._searched())
         return super().distinct(group, tables, ids)
 
     def _empty(self, group: int, count: int) -> Floats:
         form = self._forms[group]
         return np.empty((count, form.dim), form.dtype)
 
-    def _values(self, asked: _AskedRows) -> Floats:
+    def _values(self, asked: _AskedLookUp) -> Floats:
         """Return the rows of a look-up, of which all answers are here."""
-        values = self._empty(asked.group, len(asked.ids))
-        for request, where in asked.parts:
+        rows, part = asked.rows, asked.part
+        whole, values = rows.values is None, rows.values
+        if values is None:
+            values = self._empty(rows.group, len(rows.ids))
+        for request, where, sent in rows.parts:
             answer = self._answers[request]
             if answer.refused:
                 raise ConfigurationError(answer.refused)
-            self.versions.append(answer.version)
-            assert answer.payload is not None
-            self.bytes_pulled += answer.payload.numel()
-            rows = self._forms[asked.group].received(answer.payload.numpy())
-            if isinstance(where, slice):
-                return rows
-            values[where] = rows
-        return values
+            if _has_some(where, part):
+                self.versions.append(answer.version)
+            if whole:
+                assert answer.payload is not None
+                payload = answer.payload.numpy()[sent]
+                self.bytes_pulled += len(payload)
+                found = self._forms[rows.group].received(payload)
+                if isinstance(where, slice):
+                    values = found
+                else:
+                    values[where] = found
+        rows.values = values
+        mine: Floats = values[part]
+        return mine
 
     def begin(self, generation: int, version: int) -> None:
         """Begin a gradient, computed from the weights of a generation and version."""
@@ -196,77 +214,93 @@ class RowExchange(RowCollector):
         own = self.delayed.delays and self.delayed.is_last
         return RowsOfPush(runs, own) if runs or own else ()
 
-    def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
-        """Ask for the rows of a batch that is computed later, and do not wait for them.
+    def look(self, place: Place, batch: Any, *, later: bool) -> None:
+        """Ask for the rows of a batch that is computed later, as far as it shows which, and do not wait for them.
 
         Args:
-            forward: runs the forward pass, left at the last look-up by an exception.
+            batch: what is searched for ids.
             later: rows are to be of the version after `position`'s.
         """
         if len(self._awaited) >= _MOST_AWAITED:
             return
-        self._looking, self._later = [], int(later)
-        self._looked[place] = self._looking
-        try:
-            with contextlib.suppress(_LookedError):
-                forward()
-        finally:
-            self._looking, self._later = None, 0
+        wanted: dict[int, _KeysOfLookUp] = {}
+        together: dict[tuple[int, bool], list[int]] = {}  # look-ups that are asked for as one
+        for at, known in enumerate(self.places.known):
+            if known is not None and (keys := known.ids(batch)) is not None:
+                distinct = super().distinct(known.group, *keys)
+                wanted[at] = _KeysOfLookUp(known.group, *keys, distinct)
+                together.setdefault((known.group, known.training), []).append(at)
+        looked, asked = self._looked.setdefault(place, {}), []
+        for (group, training), numbers in together.items():
+            each = [wanted[at].keys for at in numbers]
+            tables = [keys.tables for keys in each]
+            ids = [keys.ids for keys in each]
+            rows = _AskedRows(group, _one(tables), _one(ids), training)
+            asked.append(rows)
+            begin = 0
+            for at, found in zip(numbers, each, strict=True):
+                end = begin + len(found.ids)
+                looked[at] = _AskedLookUp(rows, slice(begin, end), wanted[at])
+                begin = end
+        self._ask(asked, int(later))
 
-    def begin_batch(self, place: Place) -> None:
-        """Begin the forward pass over a batch, whose rows may have been asked for already."""
-        self._coming = self._looked.pop(place, [])
-        self._done = 0
+    def begin_batch(self, place: Place, searched: Searched | None = None) -> None:
+        """Begin the forward pass over a batch, whose rows may have been asked for already.
+
+        Args:
+            searched: returns what is to be searched for the batch's ids; None to search nothing.
+        """
+        self._coming, self._searched, self._done = self._looked.pop(place, {}), searched, 0
 
     def end_batch(self, weight: float) -> None:
         """Note that a batch is computed, and what it weighs."""
         super().end_batch(weight)
-        self.lookups = self._done
-        self._forget(*self._coming)
+        self.places.end(self._done)
+        self._end_coming()
+
+    def _end_coming(self) -> None:
+        """Forget the rows that were asked for for the present batch."""
+        self._forget(*self._coming.values())
+        self._coming, self._searched = {}, None
 
     def forget_looked_at(self) -> None:
         """Forget the rows of batches that were asked for beforehand: they may be of old versions."""
-        self._forget(*(asked for looked in self._looked.values() for asked in looked))
+        self._forget(*(asked for looked in self._looked.values() for asked in looked.values()))
         self._looked.clear()
-        self._forget(*self._coming)
+        self._end_coming()
 
-    def _forget(self, *lookups: _AskedRows) -> None:
+    def _forget(self, *lookups: _AskedLookUp) -> None:
         for asked in lookups:
-            for request, _ in asked.parts:
+            for request, _, _ in asked.rows.parts:
                 self._awaited.pop(request, None)
                 self._answers.pop(request, None)
 
-    def _asked_before(self, group: int, tables: Int32s, ids: Int64s) -> _AskedRows | None:
-        """Return the look-up that was made beforehand for the same rows, if there was one."""
-        if not self._coming:
-            return None
-        asked = self._coming.pop(0)
-        same = asked.group == group and np.array_equal(asked.ids, ids)
-        if same and np.array_equal(asked.tables, tables):
-            return asked
-        self._forget(asked)
-        return None
-
-    def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _AskedRows:
-        """Ask servers for rows."""
-        parts = []
-        for server, where in self.dealing.parts(group, tables, ids, self._servers[group]).items():
-            request = self._ask_one(server, group, tables[where], ids[where], training)
-            parts.append((request, where))
-        return _AskedRows(group, tables, ids, parts)
-
-    def _ask_one(self, server: int, group: int, tables: Int32s, ids: Int64s, training: bool) -> int:
-        """Ask a server for rows; return the number of the request."""
-        self._sequence += 1
-        self._awaited[self._sequence] = server
+    def _ask(self, wanted: Sequence[_AskedRows], later: int = 0) -> None:
+        """Ask servers for rows: each for all of them at once; `later`: versions after the present one."""
+        messages: dict[int, _RowRequest] = {}  # by server
+        for asked in wanted:
+            owners, form = self._servers[asked.group], self._forms[asked.group]
+            parts = self.dealing.parts(asked.group, asked.tables, asked.ids, owners)
+            for server, where in parts.items():
+                if server not in messages:
+                    self._sequence += 1
+                    messages[server] = _RowRequest(self._sequence, [], [])
+                request = messages[server]
+                tables, ids = asked.tables[where], asked.ids[where]
+                begin, size = request.nbytes, len(ids) * form.sent_bytes
+                request.lookups.append((asked.group, len(ids), asked.training))
+                request.keys.append((tables, ids))
+                request.nbytes += aligned(size)
+                asked.parts.append((request.sequence, where, slice(begin, begin + size)))
         generation, version = self.position
-        keys = torch.from_numpy(pack_keys(tables, ids, ROW_MEMORY.empty))
-        place = generation, self._sequence, version + self._later
-        self._send(server_peer(server), PullRows(*place, group, training, keys).pack())
-        return self._sequence
+        for server, request in messages.items():
+            self._awaited[request.sequence] = server
+            keys = torch.from_numpy(pack_keys(request.keys, ROW_MEMORY.empty))
+            place = generation, request.sequence, version + later
+            self._send(server_peer(server), PullRows(*place, request.lookups, keys).pack())
 
     def _has_come(self, asked: _AskedRows) -> bool:
-        return all(request in self._answers for request, _ in asked.parts)
+        return all(request in self._answers for request, _, _ in asked.parts)
 
     def lacks(self) -> list[str]:
         """Return in words which servers have not sent rows that they were asked for."""
@@ -285,3 +319,35 @@ class RowExchange(RowCollector):
         if source.index != self._awaited[message.sequence]:
             raise ProtocolError(f"{source} answers what worker {self._worker} has asked another")
         self._answers[message.sequence] = Rows.unpack(message)
+
+
+@dataclass
+class _RowRequest:
+    """What one server is asked for in one message."""
+
+    sequence: int
+    lookups: list[tuple[int, int, bool]]
+    keys: list[tuple[Int32s, Int64s]]
+    nbytes: int = 0  # of the answer
+
+
+def _is_same(asked: _AskedLookUp, group: int, tables: Int32s, ids: Int64s, training: bool) -> bool:
+    """Return whether a look-up that was made beforehand is for the same rows."""
+    if (asked.rows.group, asked.rows.training) != (group, training):
+        return False
+    if asked.wanted is not None and asked.wanted.keys.ids is ids:
+        return True
+    mine = asked.rows.ids[asked.part], asked.rows.tables[asked.part]
+    return np.array_equal(mine[0], ids) and np.array_equal(mine[1], tables)
+
+
+def _one(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return arrays one after another."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _has_some(where: Where, part: slice) -> bool:
+    """Return whether some of the places `where` are in a part."""
+    if isinstance(where, slice):
+        return bool(part.start < part.stop)
+    return bool(((where >= part.start) & (where < part.stop)).any())

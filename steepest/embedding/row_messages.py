@@ -47,18 +47,18 @@ class RowKind(MessageKind):
 
 @body(RowKind.PULL_ROWS)
 class PullRows(Body):
-    """A request for rows of a group of tables.
+    """A request for the rows of look-ups, each in one group of tables.
 
-    A worker sends it in its forward pass to each server that answers for shards with some of the
-    rows of its batch. A server that is at an earlier version answers when it has come to it.
+    A worker sends it to each server that answers for shards with some of the rows of its batch: before it computes the
+    batch, or in its forward pass. A server that is at an earlier version answers when it has come to it.
     """
 
     generation: Generation
     sequence: Sequence  # the worker's count of its requests
     version: Version  # that rows must have at least
-    group: Annotated[int, COUNT]  # of tables
-    training: Annotated[bool, FLAG] = False  # whether gradients of these rows will be pushed
-    # keys of distinct rows, by ascending shard, see `steepest.tables.gradients.pack_keys`
+    # of each look-up the group of tables, its number of rows here, and whether gradients of these will be pushed
+    lookups: Annotated[Row[tuple[int, int, bool]], many(each_of(COUNT, COUNT, FLAG))]
+    # keys of rows, look-up by look-up: distinct, by ascending shard, see `steepest.tables.gradients.pack_keys`
     payload: Payload = None
 
 
@@ -74,7 +74,7 @@ class Rows(Body):
     version: Version  # of the rows
     # why there are none, in words: a table has no room for new rows, say
     refused: Annotated[str, TEXT] = ""
-    # the values, (n, dim) of the tables' dtype, in the order of the request
+    # by look-up the values, (n, dim) as the tables' rows travel, in the order of the request, at multiples of 8 bytes
     payload: Payload = None
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,21 +21,31 @@ from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError, ProtocolError, ResourcesError
 from steepest.tables.checks import require_keys
 from steepest.tables.dealing import Dealing
-from steepest.tables.gradients import unpack_keys
+from steepest.tables.gradients import aligned, unpack_keys
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.row_formats import RowFormat
 
 _MOST_WAITING = 64  # pulls of one worker
 
 
+class _PulledLookUp(NamedTuple):
+    """The rows of one look-up in a pull."""
+
+    group: int  # of tables
+    training: bool
+    tables: Int32s  # (n,), their numbers
+    ids: Int64s
+    parts: list[
+        tuple[TableChunk, slice]
+    ]  # shards of the group with some of them, and which of them
+    form: RowFormat  # of the group
+
+
 class _WantedRows(NamedTuple):
     """What a pull asks for."""
 
     pull: PullRows
-    tables: Int32s  # (n,), their numbers
-    ids: Int64s
-    parts: list[tuple[int, slice]]  # shards of the group with some of them, and which of them
-    form: RowFormat  # of the group
+    lookups: list[_PulledLookUp]
 
 
 @dataclass(eq=False)
@@ -123,15 +134,17 @@ class RowPulls:
 
     def _read_ahead(self, source: Peer, wanted: _WantedRows) -> bool:
         """Begin to read the rows of a pull that are on disk; return whether it is answered when they are there."""
-        if (call := self.call) is None or wanted.pull.group not in self._on_disk:
+        if (call := self.call) is None or not self._on_disk:
             return False
         reads: list[Future[int]] = []
-        for shard, part in wanted.parts:
-            rows = self._shards[self._tables.chunk(wanted.pull.group, shard)].rows
-            reads += rows.read_ahead(wanted.tables[part], wanted.ids[part])
+        chunk = -1
+        for of in wanted.lookups:
+            for shard, part in of.parts if of.group in self._on_disk else ():
+                found = shard.rows.read_ahead(of.tables[part], of.ids[part])
+                chunk = shard.chunk.index if found and not reads else chunk
+                reads += found
         if not reads:
             return False
-        chunk = self._tables.chunk(wanted.pull.group, wanted.parts[0][0])
         reading = _ReadAhead(source, wanted, chunk, system().now(), len(reads))
         self._reading.append(reading)
 
@@ -178,36 +191,60 @@ class RowPulls:
 
     def _checked(self, pull: PullRows) -> _WantedRows:
         """Return what a pull asks for; ProtocolError: this server does not hold that."""
-        dealing = self._tables
-        if pull.group >= len(dealing.groups):
-            raise ProtocolError(f"a pull from group {pull.group} of tables, which is not there")
-        group = dealing.groups[pull.group]
         packed = np.empty(0, np.uint8) if pull.payload is None else pull.payload.numpy()
         try:
-            keys = unpack_keys(packed)
-            tables, ids = require_keys(*keys, [table.name for table in group])
+            tables, ids = unpack_keys(packed)
         except ConfigurationError as error:
             raise ProtocolError(f"a pull of rows: {error}") from error
-        order, begins = dealing.deal(pull.group, tables, ids)
+        found, begin = [], 0
+        for group, count, training in pull.lookups:
+            end = begin + count
+            found.append(self._checked_part(group, training, tables[begin:end], ids[begin:end]))
+            begin = end
+        if begin != len(ids):
+            raise ProtocolError(f"a pull of {begin} rows with {len(ids)} keys")
+        return _WantedRows(pull, found)
+
+    def _checked_part(
+        self, group: int, training: bool, tables: Int32s, ids: Int64s
+    ) -> _PulledLookUp:
+        """Return the rows of one look-up; ProtocolError: this server does not hold them."""
+        dealing = self._tables
+        if group >= len(dealing.groups):
+            raise ProtocolError(f"a pull from group {group} of tables, which is not there")
+        try:
+            tables, ids = require_keys(tables, ids, [table.name for table in dealing.groups[group]])
+        except ConfigurationError as error:
+            raise ProtocolError(f"a pull of rows: {error}") from error
+        order, begins = dealing.deal(group, tables, ids)
         if order is not None:
             raise ProtocolError("a pull of rows that are not in the order of their shards")
-        shards = np.flatnonzero(np.diff(begins))
-        for shard in map(int, shards):
-            if dealing.chunk(pull.group, shard) not in self._shards:
-                raise ProtocolError(f"server {self._server} does not hold shard {shard} of tables")
-        parts = [(int(shard), slice(begins[shard], begins[shard + 1])) for shard in shards]
-        return _WantedRows(pull, tables, ids, parts, self._forms[pull.group])
+        bounds: list[int] = begins.tolist()
+        parts = []
+        for shard, (begin, end) in enumerate(pairwise(bounds)):
+            if begin < end:
+                held = self._shards.get(dealing.chunk(group, shard))
+                if held is None:
+                    raise ProtocolError(
+                        f"server {self._server} does not hold shard {shard} of tables"
+                    )
+                parts.append((held, slice(begin, end)))
+        return _PulledLookUp(group, training, tables, ids, parts, self._forms[group])
 
     def _values(self, wanted: _WantedRows) -> torch.Tensor | None:
         """Return the rows of a pull, flat bytes, None of no rows."""
         # ConfigurationError or ResourcesError: no room, no memory.
-        if not wanted.parts:
+        if not any(of.parts for of in wanted.lookups):
             return None
-        width = wanted.form.sent_bytes
-        packed = ROW_MEMORY.empty(len(wanted.ids) * width)
-        values = packed.reshape(-1, width)
-        for shard, part in wanted.parts:
-            rows = self._shards[self._tables.chunk(wanted.pull.group, shard)].rows
-            training = wanted.pull.training
-            rows.pull_sent(wanted.tables[part], wanted.ids[part], values[part], training=training)
+        sizes = [len(of.ids) * of.form.sent_bytes for of in wanted.lookups]
+        packed = ROW_MEMORY.empty(sum(map(aligned, sizes)))
+        begin = 0
+        for of, size in zip(wanted.lookups, sizes, strict=True):
+            values = packed[begin : begin + size].reshape(-1, of.form.sent_bytes)
+            for shard, part in of.parts:
+                shard.rows.pull_sent(
+                    of.tables[part], of.ids[part], values[part], training=of.training
+                )
+            packed[begin + size : begin + aligned(size)] = 0
+            begin += aligned(size)
         return torch.from_numpy(packed)

@@ -35,7 +35,7 @@ _EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "since")
 
 
 class TableChunk(HeldChunk):
-    """One shard of a group of tables on its server; `PushedRows` takes its gradients.
+    """One shard of a group of tables on its server; `RowGradientStore` takes its gradients.
 
     Its rows count updates by themselves: one for each commit, whether that changes rows or not.
 

@@ -16,7 +16,7 @@ from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.status import Status
 from steepest.core.tensors.layout import Chunk
-from steepest.embedding.pushed_rows import PushedRows
+from steepest.embedding.pushed_rows import RowGradientStore
 from steepest.embedding.row_files import OnRouter, RowFiles
 from steepest.embedding.row_messages import PullRows, RowKind, RowsInto
 from steepest.embedding.row_pulls import RowPulls
@@ -55,7 +55,7 @@ class TableStores:
         """Return what takes the gradients of shards; their tables may follow a learning rate of `spec`."""
         groups = [] if spec is None else spec.groups
         rates = [hyper.get("lr", math.nan) for _, hyper in groups]
-        return PushedRows([*_shards(states).values()], self.dealing, rates)
+        return RowGradientStore([*_shards(states).values()], self.dealing, rates)
 
     def serve(self, server: int, stores: Mapping[int, HeldChunk], send: Send) -> TableService:
         """Return what answers pulls, and sends rows of snapshots, for one server."""

@@ -43,6 +43,9 @@ class TorchModel(dense.TorchModel):
         table_shards: parts into which the rows of the module's embedding tables are dealt, of which
             servers hold equally many; at least the number of servers that the job may ever have. Fewer where
             all tables are small: one of less than 32,768 rows at most is one part.
+        table_ids: returns the ids that the module will look up for a batch, as tensors in any structure, for rows that
+            are asked for before the batch is computed. By default they are found where the batch itself has
+            them. Ids that it does not return are right, too: their rows are asked for in the forward pass.
 
     Attributes:
         tables: of the module's embedding modules, each once, see `steepest.embedding.modules`, but for
@@ -79,9 +82,11 @@ class TorchModel(dense.TorchModel):
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
         table_shards: int = 8,
+        table_ids: Callable[[Any], Any] | None = None,
         reduction: str = "mean",
         buffers: Mapping[str, str] | None = None,
     ) -> None:
+        self._table_ids = table_ids
         self.tables: tuple[Table, ...] = ()
         self.held: tuple[Table, ...] = ()
         if isinstance(module, torch.nn.Module) and (tables := _tables_in(module)):
@@ -135,14 +140,12 @@ class TorchModel(dense.TorchModel):
 
         connect(self.module, _ScaledRows(source, self._loss_scale, self._device.type))
 
-    @torch.no_grad()
-    def look_ahead(self, batch: Any) -> None:
-        """Run a forward pass for its look-ups of rows alone; the source of rows ends it."""
-        try:
-            with self._mixed():
-                self.loss(self._to_device(batch))
-        finally:
-            self._output = None
+    def table_ids(self, batch: Any) -> Any:
+        """Return where the ids of a batch are searched for: in the batch, or in what the user's function returns.
+
+        See `steepest.embedding.id_places.IdPlaces`.
+        """
+        return batch if self._table_ids is None else self._table_ids(batch)
 
 
 def _tables_in(module: torch.nn.Module) -> tuple[Table, ...]:

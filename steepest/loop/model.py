@@ -561,9 +561,6 @@ class LoopModel(TorchModel):
         """Let the user's function go on between two steps, see `Session.advance`."""
         return self._in_turn(self.session.advance, epoch, number)
 
-    def look_ahead(self, batch: Any) -> None:
-        """Look at nothing: only the loop knows what it does with a batch."""
-
     def evaluate(self, batch: Any) -> NoReturn:
         """Refuse: only the loop knows how its model is evaluated."""
         raise ModelError(

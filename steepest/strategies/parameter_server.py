@@ -28,11 +28,10 @@ class ParameterServerStrategy(WithFormats, dense.ParameterServerStrategy):
             needed, and come while that step computes. From 2 on they are asked for
             ``table_staleness - 1`` steps before, and their gradients travel while the next step
             computes, and are part of that one's update; a worker that dies loses those that it has
-            not sent. With 0 the next step's rows are asked for when this one's gradient is sent,
-            which changes no number. To know which rows, the module's forward pass over that batch
-            is run beforehand, without gradients, up to its last look-up: that part runs twice, so
-            it should have no side effects. None asks for rows in the step. Not together with backup
-            workers.
+            not sent. With 0, and with None in "sync" without backup workers, the next step's rows are
+            asked for when this one's gradient is sent, which changes no number. Which rows is found in
+            the batch, see `steepest.TorchModel` (`table_ids`); those that are not found are asked for
+            in the step. Not together with backup workers.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.

@@ -20,6 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 Empty = Callable[[int], Bytes]
 #: Behind the name of gradients that were packed with lives.
 WITH_LIVES = "+lives"
+_ALIGNED = 8  # bytes at a multiple of which arrays of numbers begin
 _KEY_BYTES = 12  # an id, and a table number
 _ITEM_BYTES = {"float32": 4, "float64": 8}  # of the dtypes in which pushes compute
 
@@ -189,9 +190,14 @@ def width_of(dim: int, dtype: str, *, lives: bool) -> int:
     return 16 + 4 * lives + np.dtype(dtype).itemsize * dim
 
 
-def pack_keys(tables: Int32s, ids: Int64s, empty: Empty = _new) -> Bytes:
-    """Return the keys of rows as bytes, ids, then table numbers, in memory that `empty` makes."""
-    return _joined((ids, tables), empty)
+def pack_keys(keys: Sequence[tuple[Int32s, Int64s]], empty: Empty = _new) -> Bytes:
+    """Return the keys of rows as bytes, all ids, then all table numbers, in memory that `empty` makes."""
+    return _joined([*(ids for _, ids in keys), *(tables for tables, _ in keys)], empty)
+
+
+def aligned(nbytes: int) -> int:
+    """Return bytes up to a multiple of those of the widest number."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], empty: Empty) -> Bytes:

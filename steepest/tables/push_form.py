@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from steepest.errors import ConfigurationError
-from steepest.tables.gradients import Bytes, Empty, RowGradients, width_of
-
-_ALIGNED = 8  # bytes at a multiple of which each group's gradients begin: those of an id
+from steepest.tables.gradients import Bytes, Empty, RowGradients, aligned, width_of
 
 
 class GroupForm(NamedTuple):
@@ -22,8 +20,7 @@ class GroupForm(NamedTuple):
 
     def nbytes(self, rows: int) -> int:
         """Return the bytes of so many rows, with those up to the next group."""
-        size = rows * width_of(self.dim, self.dtype, lives=self.lives)
-        return -(-size // _ALIGNED) * _ALIGNED
+        return aligned(rows * width_of(self.dim, self.dtype, lives=self.lives))
 
 
 class PushForm:
@@ -55,7 +52,7 @@ class PushForm:
 
     def fits(self, size: int) -> bool:
         """Return whether gradients may have so many bytes."""
-        return size > self._head and size % _ALIGNED == 0
+        return size > self._head and size == aligned(size)
 
     def unpack(self, packed: Bytes) -> list[RowGradients]:
         """Return the gradients of each group, as views; ConfigurationError: the bytes are of another size."""

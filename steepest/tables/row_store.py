@@ -105,11 +105,15 @@ class WideRows:
 
     def gather(self, numbers: Int32s, values: Floats) -> None:
         """Copy values of rows."""
-        _gather(self._rows, read_only(numbers, np.int32), values)
+        if numbers.flags.writeable:
+            numbers = read_only(numbers, np.int32)
+        _gather(self._rows, numbers, values)
 
     def send(self, numbers: Int32s, sent: Bytes) -> None:
         """Copy values of rows, which travel as they are."""
-        self.gather(numbers, sent.view(self._dtype))
+        if numbers.flags.writeable:
+            numbers = read_only(numbers, np.int32)
+        _gather(self._rows, numbers, sent.view(self._dtype))
 
     def enter(self, numbers: Int32s, keys: Keys, values: Floats, slots: Floats) -> None:
         """Write values and slots."""

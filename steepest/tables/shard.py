@@ -148,6 +148,7 @@ class TableShard(LoadingRows):
         found, missing = self._index.find(tables, ids)
         if missing and training:
             self.require_room(tables, ids)
+        found.flags.writeable = False  # as kernels want it, without a copy
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)

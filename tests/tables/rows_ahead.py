@@ -34,7 +34,7 @@ class Net(nn.Module):
         return self.out(self.drop(self.bag(ids)))
 
 
-def creator(net: Any = Net) -> Any:
+def creator(net: Any = Net, **options: Any) -> Any:
     def create(worker: int, device: int) -> steepest.TorchModel:
         return steepest.TorchModel(
             net(),
@@ -42,6 +42,7 @@ def creator(net: Any = Net) -> Any:
             data=(IDS, TARGETS),
             batch_size=4,
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+            **options,
         )
 
     return create
@@ -81,6 +82,7 @@ def falling(
             modules[-1],
             loss=lambda output, target: output.mean(),
             data=(IDS, TARGETS),
+            table_ids=lambda batch: torch.zeros_like(batch[0][:, :1]),
             batch_size=4,
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
         )

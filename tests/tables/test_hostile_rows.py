@@ -151,12 +151,15 @@ def pulled(
     """Makes a wrong pull of one of the first group of tables."""
 
     def wrong(message: Message) -> Message | None:
-        if message.kind is not RowKind.PULL_ROWS or message.values()["group"] != 0:
+        if message.kind is not RowKind.PULL_ROWS or message.values()["lookups"][0][0] != 0:
             return None
         found = copied(message)
         found.sequence += 1000
-        tables, ids = change(unpack_keys(as_tensor(clone(message.payload)).numpy()))
-        found.payload = torch.from_numpy(pack_keys(np.sort(tables), ids))
+        count = message.values()["lookups"][0][1]
+        tables, ids = unpack_keys(as_tensor(clone(message.payload)).numpy())
+        tables, ids = change((tables[:count], ids[:count]))
+        found.payload = torch.from_numpy(pack_keys([(np.sort(tables), ids)]))
+        found.meta = {"lookups": [[0, len(ids), True]]}
         for name, value in header.items():
             setattr(found, name, value)
         return found
@@ -172,7 +175,12 @@ def without_a_byte(message: Message) -> Message | None:
 
 
 def of_group(group: int) -> Callable[[Message], Message | None]:
-    return pulled(meta={"group": group, "training": True})
+    def wrong(message: Message) -> Message | None:
+        if (found := pulled()(message)) is not None:
+            found.meta = {"lookups": [[group, *found.values()["lookups"][0][1:]]]}
+        return found
+
+    return wrong
 
 
 @pytest.mark.parametrize("what", PULLS)

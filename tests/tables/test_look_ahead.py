@@ -18,6 +18,7 @@ import steepest
 from steepest.core.messages.driver import Failure
 from steepest.embedding.delayed_rows import divided
 from steepest.embedding.exchange import ExchangeWithRows
+from steepest.embedding.id_places import IdPlaces
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.modules import EmbeddingBag
 from steepest.embedding.row_exchange import RowExchange
@@ -193,21 +194,122 @@ def test_a_pass_that_asks_for_other_rows_pulls_them_then() -> None:
     assert same_bits(plain.weights(), ahead.weights())
 
 
-def test_what_goes_wrong_beforehand_is_told_where_the_batch_is_computed(
+class Shifted(Net):
+    """Looks up ids that no batch has."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids * 3 + 1)
+
+
+def asked_in(net: Any, table_staleness: int | None, **options: Any) -> tuple[Any, list[Any]]:
+    """A job of four steps, and the versions that were asked for by version of the weights that were there."""
+    strategy = ParameterServerStrategy(num_servers=2, table_staleness=table_staleness)
+    cluster = InProcessCluster(creator(net, **options), num_workers=2, strategy=strategy)
+    recorder = Recorder(cluster.network)
+    cluster.step(4)
+    pulls = [message for message in recorder.seen if message.kind is RowKind.PULL_ROWS]
+    return cluster, pulls
+
+
+def test_ids_that_no_batch_has_are_told_of_where_rows_may_be_stale(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Picky(Net):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            if not torch.is_grad_enabled():
-                raise ValueError("only for training")
-            return super().forward(ids)
-
-    plain, ahead = job(None, net=Picky), job(1, net=Picky)
-    plain.step(4)
+    plain = job(1, net=Shifted)
     with caplog.at_level(logging.WARNING):
-        ahead.step(4)
-    assert same_bits(plain.weights(), ahead.weights())
-    assert caplog.text.count("only for training") == 2  # once for each worker
+        plain.step(4)
+        assert not caplog.text
+        plain.step(8)
+    assert caplog.text.count("a batch does not have the ids that the model looks up") == 2
+    without = job(0, net=Shifted)
+    without.step(12)
+    assert same_bits(plain.weights(), without.weights())
+
+
+def test_a_function_says_which_ids_a_batch_will_need() -> None:
+    def ids_of(batch: Any) -> Any:
+        return {"any name": (batch[0] * 3 + 1, None)}
+
+    def wrong(batch: Any) -> Any:
+        return batch[0] * 5
+
+    found = [asked_in(Shifted, None, table_ids=function) for function in (None, ids_of, wrong)]
+    (plain, late), (told, early), (misled, also_late) = found
+    assert same_bits(plain.weights(), told.weights())
+    assert same_bits(plain.weights(), misled.weights())
+    assert [m.version for m in late] == [m.version for m in also_late]
+    assert max(m.version for m in early) == 4 > max(m.version for m in late)
+
+
+def test_a_place_that_was_right_by_chance_is_found_anew() -> None:
+    """Some batches have the same ids in two places."""
+    first = IDS.clone()
+    first[::9] += 1
+
+    class Second(Net):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return super().forward(second)
+
+    def create(table_staleness: int | None) -> InProcessCluster:
+        def make(worker: int, device: int) -> steepest.TorchModel:
+            return steepest.TorchModel(
+                Second(),
+                loss=nn.functional.mse_loss,
+                data=(first, IDS, TARGETS),
+                batch_size=4,
+                optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+            )
+
+        strategy = ParameterServerStrategy(num_servers=2, table_staleness=table_staleness)
+        return InProcessCluster(make, num_workers=2, strategy=strategy, seed=3)
+
+    ahead, late = create(0), create(0)
+    for worker in late.workers:
+        exchange = exchange_of(worker)
+        assert isinstance(exchange, ExchangeWithRows)
+        exchange.rows.places.is_sought = lambda at: False  # type: ignore[method-assign]
+    for cluster in (ahead, late):
+        cluster.step(10)
+    assert same_bits(ahead.weights(), late.weights())
+
+
+def test_ids_are_found_in_parts_of_a_batch() -> None:
+    ids = torch.arange(24).reshape(4, 6) * 7 % 31
+    jagged = torch.nested.nested_tensor([ids[0, :2], ids[1, :3]], layout=torch.jagged)
+    batch = {
+        "x": torch.rand(4), "ids": [ids, ids[:, :2].numpy()], "j": (jagged,),
+        "lists": [[5, 6], [], [9]],
+    }  # fmt: skip
+    wanted = {
+        "whole": (ids, ids.flatten()), "column": (ids, ids[:, 4]), "array": (ids, ids[:, :2].flatten()),
+        "jagged": (ids, jagged.values()), "lists": (ids, torch.tensor([5, 6, 9])),
+        "two": (ids, torch.cat([ids[:, 3], torch.tensor([5, 6, 9])])),
+    }  # fmt: skip
+    other = {**batch, "ids": [ids + 1, ids[:, :2].numpy()], "lists": [[8]]}
+    for name, (_, flat) in wanted.items():
+        places = IdPlaces()
+        tables = np.zeros(len(flat), np.int32)
+        places.find(0, 2, tables, flat.numpy(), batch)
+        (place,) = places.known
+        assert place is not None, name
+        found = place.ids(batch)
+        assert found is not None
+        assert np.array_equal(found[1], flat.numpy()), name
+        later = place.ids(other)
+        assert later is not None
+        if name == "two":
+            assert later[1].tolist() == [*(ids[:, 3] + 1).tolist(), 8]
+    places = IdPlaces()
+    for _ in range(20):
+        if places.is_sought(0):
+            places.find(0, 0, np.zeros(4, np.int32), np.array([1, 1, 2, 99]), batch)
+    assert places.is_given_up()
+    assert not places.any()
+    places = IdPlaces()
+    places.find(0, 0, np.zeros(4, np.int32), ids[:, 4].numpy(), batch)
+    (place,) = places.known
+    assert place is not None
+    for lacks in ({}, {"ids": 3}, {"ids": [ids[:, :2]]}, {"ids": [ids - 50]}):
+        assert place.ids(lacks) is None
 
 
 @pytest.mark.few(1)

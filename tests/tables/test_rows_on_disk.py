@@ -514,8 +514,8 @@ def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
     away, here = np.arange(100, 300), np.arange(1050, 1100)
     expected = held.rows.export().values  # by id, from 100 on
     for sequence, ids in enumerate((away, here)):
-        keys = torch.from_numpy(pack_keys(np.zeros(len(ids), np.int32), ids))
-        pull = PullRows(1, sequence, 10, 0, payload=keys)
+        keys = torch.from_numpy(pack_keys([(np.zeros(len(ids), np.int32), ids)]))
+        pull = PullRows(1, sequence, 10, [(0, len(ids), False)], keys)
         pulls.receive(Peer("worker", sequence), pull, (1, 10))
     assert [rows.sequence for rows in sent] == [1]  # rows on disk are still being read
     assert f"directory '{tmp_path}', table 't'" in str(disks.doing())
@@ -529,8 +529,8 @@ def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
             rows.payload.numpy().view(np.float32).reshape(-1, 4), expected[ids - 100]
         )
     go_on.clear()
-    keys = torch.from_numpy(pack_keys(np.zeros(200, np.int32), np.arange(400, 600)))
-    pulls.receive(Peer("worker", 0), PullRows(1, 2, 10, 0, payload=keys), (1, 10))
+    keys = torch.from_numpy(pack_keys([(np.zeros(200, np.int32), np.arange(400, 600))]))
+    pulls.receive(Peer("worker", 0), PullRows(1, 2, 10, [(0, 200, False)], keys), (1, 10))
     pulls.answer((2, 10))  # another generation
     go_on.set()
     calls.get(timeout=30.0)()

@@ -151,9 +151,9 @@ class Faulty(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.calls, self.at, self.of_rows = calls, at, rows
 
-    def forward(self, samples: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, samples: Tensor) -> Tensor:
         """Return what is to be as small as can be."""
-        found = self.rows(torch.zeros(len(samples), dtype=torch.int64))[:, 0]
+        found = self.rows(ids)[:, 0]
         bias = 1.0 * self.bias
         if found.requires_grad:
             (found if self.of_rows else bias).register_hook(self.spoil)
@@ -168,7 +168,7 @@ def faulty(
     rows: bool, at: int, count: int = 20, staleness: int = 2
 ) -> tuple[InProcessCluster, Task]:
     """A job of two workers, of which the second has NaN in its step ``at``, counted from 0."""
-    data = WORTH[:count], torch.zeros(count)
+    data = torch.zeros(count, dtype=torch.int64), WORTH[:count], torch.zeros(count)
 
     def task() -> Task:
         calls = [0]

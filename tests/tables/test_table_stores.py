@@ -13,7 +13,7 @@ from steepest import ParameterServerStrategy
 from steepest.core.engine.job import Job
 from steepest.core.engine.model_building import build_models
 from steepest.core.tensors.layout import Chunk, ElementType
-from steepest.embedding.pushed_rows import PushedRows
+from steepest.embedding.pushed_rows import RowGradientStore
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
@@ -36,10 +36,10 @@ class TestShard(ChunkStoreContract):
         settings: Any = {"optimizer": Adagrad(lr=0.5), "initial": Uniform(-1.0, 1.0)}
         return Dealing((table(dim=DIM, dtype=self.dtype, **settings),), 1, 7, 3)
 
-    def make(self) -> PushedRows:
-        return PushedRows([TableChunk(CHUNK, self.dealing)], self.dealing)
+    def make(self) -> RowGradientStore:
+        return RowGradientStore([TableChunk(CHUNK, self.dealing)], self.dealing)
 
-    def held(self, store: PushedRows) -> TableChunk:
+    def held(self, store: RowGradientStore) -> TableChunk:
         return store._shards[0]
 
     def gradient(self, value: float) -> torch.Tensor:
