@@ -13,10 +13,12 @@ import webbrowser
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from steepest import __version__
 from steepest.errors import ConfigurationError
 from steepest.observe.page.addresses import kept_addresses, redirecting_file
+from steepest.observe.page.overlay import WatchedRuns
 from steepest.observe.page.run_files import WatchedRun
-from steepest.observe.page.server import PageServer
+from steepest.observe.page.server import PageServer, PageSource
 
 _ADDRESS = re.compile(
     r"(?:https?://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+):(\d{1,5})(?:/(?:#token=([\w-]+))?)?"
@@ -38,9 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "watch", help="show the page of a run while it goes on", description=description
     )
     parser.add_argument(
-        "run",
+        "runs",
         metavar="RUN",
-        help="a directory or URL of Checkpoints, a file history.jsonl, or the address of a live job's page, HOST:PORT",
+        nargs="+",
+        help="a directory or URL of Checkpoints, a file history.jsonl, or the address of a live job's page, HOST:PORT; "
+        "several runs of files are laid over one another",
     )
     parser.add_argument("--open", action="store_true", help="open it in this machine's browser")
     parser.add_argument(
@@ -56,14 +60,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Print the page's address, and serve it unless a job does; return the exit status."""
-    url = _address_of(options.run) or _live(options.run)
+    if len(options.runs) > 1:
+        source: PageSource = WatchedRuns(options.runs, __version__)
+        return _serve(PageServer(source, options.host, options.port, "comparison"), options.open)
+    (run,) = options.runs
+    url = _address_of(run) or _live(run)
     if url is not None:
         _require_answer(url)
         _show(url, options.open)
         return 0
-    server = PageServer(WatchedRun(options.run), options.host, options.port)
+    return _serve(PageServer(WatchedRun(run), options.host, options.port), options.open)
+
+
+def _serve(server: PageServer, in_browser: bool) -> int:
+    """Print the page's address, and serve it until Ctrl-C; return the exit status."""
     try:
-        _show(server.url, options.open)
+        _show(server.url, in_browser)
         sys.stdout.write("Ctrl-C ends it\n")
         sys.stdout.flush()
         threading.Event().wait()

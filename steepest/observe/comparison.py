@@ -89,7 +89,7 @@ class Criterion(NamedTuple):
 LOSS = Criterion()
 
 
-class _Run:
+class _RunOutcome:
     """What one run has come to, see `Outcome`."""
 
     def __init__(self, trial: TriedStrategy, by: Criterion) -> None:
@@ -156,7 +156,7 @@ class Outcome:
         self.by, self.strategy = by, trials[0].strategy
         self.failed = any(trial.failed for trial in trials)
         self.ended = next((each.ended for each in trials if each.failed), trials[-1].ended)
-        runs = self._runs = [_Run(trial, by) for trial in trials]
+        runs = self._runs = [_RunOutcome(trial, by) for trial in trials]
         self.runs = len(runs)
         self.steps = round(_mean([run.steps for run in runs]))
         self.samples = round(_mean([run.samples for run in runs]))
@@ -335,7 +335,7 @@ def told(
     for trial in trials:
         view = RunView(trial.strategy)
         view.add_all(row for row in trial.rows if row["kind"] != "step" or row["samples"])
-        curves = view.told()["curves"] if _Run(trial, by).steps else None
+        curves = view.told()["curves"] if _RunOutcome(trial, by).steps else None
         label = trial.strategy + (f", seed {trial.seed}" if len(trials) > len(outcomes) else "")
         runs.append(
             {"strategy": label, "colour": strategies.index(trial.strategy), "curves": curves}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from steepest.runtime.job_runtime import CallError, runtime
 
-_LINES = 12
+_LINES = 12  # of a dead process
+#: Of a process' output, that are kept, or read of its log file.
+MOST_LINES = 200
+_TAIL_BYTES = 1 << 18  # of a log file, in which its last lines are looked for
 _STOPPED = "TtXZ"  # stopped, traced, dead, defunct
 _STATES = {
     "R": "computes, or waits for a processor",
@@ -60,20 +62,24 @@ def seconds_up(place: Place) -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - place.began / _TICKS
 
 
-def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
+def last_lines(paths: tuple[str, ...], count: int = MOST_LINES) -> list[str]:
     """Return the last lines of log files, without Ray's own marks; a missing file has none."""
     lines: list[str] = []
     for path in paths:
-        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            kept = deque((line.rstrip() for line in file if not line.startswith(":")), maxlen=count)
-            lines += [line for line in kept if line]
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            begin = max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0)
+            file.seek(begin)
+            found = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+            whole = found[1:] if begin else found  # the first one may lack its beginning
+            kept = [line.rstrip() for line in whole if not line.startswith(":")]
+            lines += [line for line in kept[-count:] if line]
     return lines[-count:]
 
 
-def fetch_last_lines(place: Place) -> list[str]:
+def fetch_last_lines(place: Place, count: int = _LINES) -> list[str]:
     """Return the last lines of output of a process, or why they cannot be read."""
     try:
-        return runtime().last_lines(place.node, place.pid, place.logs)
+        return runtime().last_lines(place.node, place.pid, place.logs)[-count:]
     except CallError as error:
         return [f"(its log cannot be read: {str(error).splitlines()[0]})"]
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -33,6 +34,8 @@ from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history_file import HistoryFile
 from steepest.observe.page import addresses
 from steepest.observe.page import document as pages
+from steepest.observe.page.log_text import log_text
+from steepest.observe.page.overlay import WatchedRuns
 from steepest.observe.page.run_files import WatchedRun, read_run
 from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
@@ -64,6 +67,9 @@ class Fixed:
 
     def stacks(self) -> str:
         return "worker 0 computes"
+
+    def log(self, process: str) -> str:
+        return f"what {process} has printed"
 
 
 @pytest.fixture
@@ -104,11 +110,13 @@ def test_whoever_has_the_token_sees_the_job(
     status, text = ask(server, "data?since=-1&revision=x&changes=")
     assert (status, json.loads(text)["curves"]["step"]) == (200, [1, 2, 3])
     assert ask(server, "stacks") == (200, "worker 0 computes")
+    assert ask(server, "log?process=worker%201") == (200, "what worker 1 has printed")
+    assert ask(server, "log") == (200, "what  has printed")
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "é", "x" * 10_000])
-@pytest.mark.parametrize("path", ["data", "stacks", "data?token="])
+@pytest.mark.parametrize("path", ["data", "stacks", "log?process=worker%200", "data?token="])
 def test_a_stranger_is_told_what_is_missing(server: PageServer, path: str, token: str) -> None:
     if token == "é":
         token = token.encode().decode("latin-1")
@@ -480,6 +488,73 @@ def test_watch_serves_the_page_of_files_until_it_is_ended(
     assert main.main(["watch", str(tmp_path)]) == 130
     ((status, text),) = found
     assert (status, json.loads(text)["curves"]["step"]) == (200, [1])
+
+
+def test_several_runs_are_watched_on_one_page(tmp_path: Path) -> None:
+    """Each read sees what has come to any of the files; alike names are told apart by what the user calls them."""
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for steps, folder in enumerate(folders, 1):
+        folder.mkdir(parents=True)
+        HistoryFile(folder / "history.jsonl").append([row_of(n) for n in range(1, steps + 1)])
+    watched = WatchedRuns(folders)
+    server = PageServer(watched, kind="comparison")
+    try:
+        status, text = ask(server, "data")
+        told = json.loads(text)
+        assert status == 200
+        assert [run["strategy"] for run in told["runs"]] == [str(folder) for folder in folders]
+        assert [run["curves"]["step"] for run in told["runs"]] == [[1], [1, 2]]
+        assert [len(row) for row in told["rows"]] == [len(told["head"])] * 2
+        status, text = ask(server, "")
+        assert 'id="recommended"' in text
+        assert ask(server, "log?process=worker%200")[1].startswith("this page shows files")
+        assert ask(server, "stacks")[1].startswith("this page shows files")
+    finally:
+        server.close()
+    with pytest.raises(ConfigurationError, match="there is no run"):
+        WatchedRuns([folders[0], tmp_path / "none"])
+
+
+def test_the_output_of_a_process_is_shown_without_secrets_and_within_bounds() -> None:
+    lines = [
+        "epoch 1, lr=0.1",
+        'password: "hunter2", retries=3',
+        "wandb_api_key=abcd",
+        "Authorization: Bearer x.y.z",
+    ]
+    lines += [
+        "https://me:secret@host/x?token=zzz&y=1",
+        "AWS_SECRET_ACCESS_KEY=abc/def",
+        "tokens/s 120",
+    ]
+    shown = log_text(lines)
+    for secret in ("hunter2", "abcd", "x.y.z", "me:secret", "zzz", "abc/def"):
+        assert secret not in shown
+    for kept in ("lr=0.1", "retries=3", "@host/x", "y=1", "tokens/s 120"):
+        assert kept in shown
+    long = log_text(["x" * 5000] * 1000)
+    assert len(long) <= 64_000
+    assert set(long) == {"x", "\n"}
+    assert log_text(["first", *["y" * 999] * 63, "last"]).endswith("last\n")
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_live_page_has_the_last_lines_of_each_process() -> None:
+    """Those of a process of this machine; of one that is none it is said so."""
+    with DistributedSGD(printing_creator, 2) as trainer:
+        trainer.fit(steps=2, progress=False)
+        run = LiveRun(trainer._live(), trainer._training, "run")
+        for worker in range(2):
+            text = run.log(f"worker {worker}")
+            assert f"made by worker {worker}" in text
+            assert "hunter2" not in text
+        assert run.log("server 0") == "it has printed nothing"
+        assert "'worker 7' is no process of the job" in run.log("worker 7")
+
+
+def printing_creator(worker: int, device: int) -> Any:
+    sys.stdout.write(f"made by worker {worker}, password=hunter2\n")
+    return TASK.creator()(worker, device)
 
 
 class _Threads:

@@ -15,6 +15,7 @@ import pytest
 from steepest import DistributedSGD
 from steepest.observe.job_record import JobRecord
 from steepest.observe.page.document import chart_script, document
+from steepest.observe.page.overlay import overlay_of
 from steepest.observe.page.run_view import RunView
 from tests.observe.browser import Browser, browser, program
 from tests.page_rows import row_of
@@ -138,6 +139,11 @@ def test_a_live_job_is_seen_to_lose_a_worker(page: Browser) -> None:
             page.value("document.getElementById('stacks').click()")
             page.wait_for("document.getElementById('text').innerText.includes('the driver (pid')")
             page.value("document.getElementById('dialog').close()")
+            page.value("document.querySelector('#processes button').click()")
+            page.wait_for(
+                "document.getElementById('text').innerText.includes('it has printed nothing')"
+            )
+            page.value("document.getElementById('dialog').close()")
             page.size(390, dark=True)
             assert page.value(SIDEWAYS) == 0
         finally:
@@ -149,6 +155,74 @@ def test_a_live_job_is_seen_to_lose_a_worker(page: Browser) -> None:
     assert complaints == []
 
 
+def test_runs_are_laid_over_one_another(page: Browser, tmp_path: Path) -> None:
+    views, file = [RunView("first"), RunView("second")], tmp_path / "page.html"
+    for number, view in enumerate(views, 1):
+        for step in range(1, 61):
+            view.add(row_of(step, loss=number / step, metrics={"right": step / 60}))
+        view.add({"kind": "evaluation", "step": 60, "time": 1.0, "loss": 0.5, "metrics": {}})
+    file.write_text(document(overlay_of(views, ["a", "b"]), chart_script(), "comparison"))
+    before = len(page.complaints)
+    for width in (390, 1440):
+        page.size(width)
+        page.go(file.as_uri())
+        page.wait_for(SHOWN)
+        assert page.value(SIDEWAYS) == 0
+    heads = page.value(
+        "[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)"
+    )
+    assert heads[:3] == [
+        "right against steps",
+        "loss against steps",
+        "evaluation: loss against steps",
+    ]
+    legend = page.value(
+        "[...document.querySelectorAll('#charts .legendtext')].slice(0, 2).map((e) => e.textContent)"
+    )
+    assert legend == ["first", "second"]
+    assert page.value("document.getElementById('recommended').hidden")
+    assert page.complaints[before:] == []
+
+
+def scored(
+    page: Browser, tmp_path: Path, compute: list[float], processor: list[float] | None
+) -> list[str]:
+    """The scores that are red, of workers that take so long now, and had so much of a processor."""
+    view, record, file = RunView("scores"), JobRecord(), tmp_path / "page.html"
+    for step in range(1, 401):
+        usual = [0.1] * len(compute)
+        now = compute if step > 300 else usual
+        record.stepped(
+            step, step, [(w, 0.0, now[w], max(compute) - now[w]) for w in range(len(now))]
+        )
+    view.add(row_of(1))
+    view.add_all(record.unwritten()[0])
+    live = {"live": True, "training": True, "processes": [
+        {"name": f"worker {w}", "node": "a", "host": "b", "pid": w, "processor": part}
+        for w, part in enumerate(processor or [])
+    ]}  # fmt: skip
+    file.write_text(document(view.told(now=live if processor else None), chart_script()))
+    page.size(1440)
+    page.go(file.as_uri())
+    page.wait_for("document.querySelectorAll('#scores tr').length > 1")
+    red: list[str] = page.value(
+        "[...document.querySelectorAll('#scores .bad')].map((each) => each.textContent)"
+    )
+    return red
+
+
+def test_a_worker_is_red_if_it_is_slow_and_not_if_its_machine_is_busy(
+    page: Browser, tmp_path: Path
+) -> None:
+    """It takes three times as long by itself; without a processor; and as all others do."""
+    slow = [0.1, 0.3, 0.1, 0.1]
+    assert scored(page, tmp_path, slow, None) == ["0.33", "0.33"]
+    assert scored(page, tmp_path, slow, [0.3, 1.0, 0.3, 0.3]) == ["0.33", "0.33"]
+    assert scored(page, tmp_path, slow, [0.3, 0.4, 0.3, 0.3]) == []
+    assert "40 % of a processor while it computes: its machine is busy" in page.value(TEXT)
+    assert scored(page, tmp_path, [0.3] * 4, None) == []
+
+
 def test_a_stranger_reads_what_is_missing(page: Browser) -> None:
     from steepest.observe.page.server import PageServer
 
@@ -157,6 +231,9 @@ def test_a_stranger_reads_what_is_missing(page: Browser) -> None:
             raise AssertionError
 
         def stacks(self) -> str:
+            raise AssertionError
+
+        def log(self, process: str) -> str:
             raise AssertionError
 
     server = PageServer(Nothing())

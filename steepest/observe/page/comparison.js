@@ -1,7 +1,8 @@
-// The page of a comparison: the same program under several strategies. What it shows is in the element "data".
-  const data = JSON.parse(byId("data").textContent);
+// The page of several runs: of a program under several strategies, or any. What it shows is in the element "data", or is fetched
+// every two seconds from where the page comes from.
+  const EVERY = 2000;
+  let data = null, runs = [];
   const colourOf = (at) => PALETTE[at % PALETTE.length];
-  const runs = data.runs.map((run) => ({ ...run, colour: colourOf(run.colour) })).filter((run) => run.curves);
 
   const sums = (column) => { let all = 0; return (column || []).map((n) => (all += n ?? 0)); };
   const rate = ({ sums: { samples, seconds: passed } }) => (samples || []).map((_, i) => {
@@ -12,44 +13,78 @@
   const of = (name) => (run) => (run.curves.values[name] || [[]])[0];
   const perStep = (name) => (run) => (run.curves.sums[name] || []).map((n, i) => n === null ? null : n / run.curves.steps[i]);
   const byTime = ["seconds of training", (run) => sums(run.curves.sums.seconds)];
+  const byStep = ["step", (run) => run.curves.step];
   const bySamples = ["samples", (run) => sums(run.curves.sums.samples)];
 
   const addChart = (title, draw) => {
-    const box = element("div", undefined, "chart"), target = element("div", undefined, "plot");
-    box.append(element("h3", title), target);
-    byId("charts").append(box);
-    chart(target, draw);
+    const id = `chart ${title}`;
+    let box = byId(id);
+    if (!box) {
+      box = element("div", undefined, "chart");
+      box.id = id;
+      box.append(element("h3", title), element("div", undefined, "plot"));
+      byId("charts").append(box);
+    }
+    chart(box.lastChild, draw);
   };
-  const addCurves = (title, [axis, xs], ys) => addChart(title, (box) => plot(box, runs.map((run) => ({
+  const addCurves = (title, [axis, xs], ys, fromZero = false) => runs.some((run) => ys(run).some((y) => isNumber(y) && (y || !fromZero))) && addChart(title, (box) => plot(box, runs.map((run) => ({
     x: xs(run), y: ys(run), name: run.strategy, type: "scatter", mode: ys(run).filter(isNumber).length < xs(run).length || xs(run).length < 3 ? "lines+markers" : "lines", connectgaps: true, marker: { size: 5 },
     line: { width: 1.6, color: run.colour },
-  })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: {} }));
+  })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: { rangemode: fromZero ? "tozero" : "normal" } }));
 
   const drawCurves = () => {
-    byId("charts").replaceChildren();
-    if (!runs.length) { byId("charts").append(element("p", "No strategy has taken a step.", "quiet")); return; }
+    if (!runs.length) { byId("charts").replaceChildren(element("p", "No step was taken.", "quiet")); return; }
     if (data.by !== "loss") {
       addCurves(`${data.by.slice(8)} against time`, byTime, of(data.by));
       addCurves(`${data.by.slice(8)} against samples`, bySamples, of(data.by));
     }
+    for (const name of data.metrics || []) addCurves(`${name.slice(8)} against steps`, byStep, of(name));
+    if (data.metrics) addCurves("loss against steps", byStep, of("loss"));
+    const seen = (run) => run.evaluations || [], told = (name) => (row) => name === "loss" ? row.loss : row.metrics[name];
+    const names = new Set(runs.flatMap(seen).flatMap((row) => ["loss", ...Object.keys(row.metrics)]));
+    for (const name of names) addChart(`evaluation: ${name} against steps`, (box) => plot(box, runs.map((run) => ({
+      x: seen(run).map((row) => row.step), y: seen(run).map(told(name)), name: run.strategy, type: "scatter", mode: "lines+markers",
+      line: { width: 1.6, color: run.colour }, marker: { size: 5 },
+    })), { showlegend: true, xaxis: { title: { text: "step" }, tickformat: "~s" } }));
     addCurves("loss against time", byTime, of("loss"));
     addCurves("loss against samples", bySamples, of("loss"));
-    addCurves("samples per second", byTime, (run) => rate(run.curves));
-    addChart("seconds for 1,000 samples, by part (means over workers)", (box) => plot(box, data.parts.map((part, at) => ({
+    addCurves("samples per second", byTime, (run) => rate(run.curves), true);
+    if (data.spent.length) addChart("seconds for 1,000 samples, by part (means over workers)", (box) => plot(box, data.parts.map((part, at) => ({
       type: "bar", name: part, x: data.spent.map((each) => each.strategy), y: data.spent.map((each) => each.parts[at]),
       marker: { color: colourOf(at) },
     })), { barmode: "stack", showlegend: true, hovermode: "closest" }));
-    addCurves("staleness, in updates", bySamples, of("staleness"));
-    addCurves("bytes pushed in a step", bySamples, perStep("pushed"));
-    addCurves("bytes pulled in a step", bySamples, perStep("pulled"));
+    addCurves("staleness, in updates", bySamples, of("staleness"), true);
+    addCurves("bytes pushed in a step", bySamples, perStep("pushed"), true);
+    addCurves("bytes pulled in a step", bySamples, perStep("pulled"), true);
   };
 
-  document.title = `${data.name}: steepest`;
-  byId("name").textContent = data.name;
-  byId("about").textContent = data.about;
-  byId("advice").textContent = data.advice;
-  byId("rows").replaceChildren(table(data.head, data.rows));
-  byId("made").textContent = `made ${moment(data.made)}, by steepest ${data.steepest}`;
-  drawCurves();
-  dark.addEventListener("change", drawCurves);
+  const draw = () => {
+    runs = data.runs.map((run) => ({ ...run, colour: colourOf(run.colour) })).filter((run) => run.curves);
+    document.title = `${data.name}: steepest`;
+    byId("name").textContent = data.name;
+    byId("about").textContent = data.about;
+    byId("advice").textContent = data.advice;
+    byId("recommended").hidden = !data.advice;
+    byId("strategies-head").textContent = data.advice ? "Strategies" : "Runs";
+    byId("rows").replaceChildren(table(data.head, data.rows));
+    byId("made").textContent = `made ${moment(data.made)}, by steepest ${data.steepest}`;
+    drawCurves();
+  };
+  const update = async () => {
+    let again = EVERY;
+    try {
+      if (!document.hidden || data === null) { data = await (await ask("data")).json(); draw(); }
+    } catch (error) {
+      byId("about").textContent = error.status ? error.message : "the page does not answer: steepest watch has ended, or cannot be reached";
+      if (error.status) return;
+      again *= 4;
+    }
+    setTimeout(update, again);
+  };
+  dark.addEventListener("change", () => { if (data) drawCurves(); });
   requestAnimationFrame(() => setTimeout(loadCharts));
+  const kept = byId("data");
+  if (kept) {
+    data = JSON.parse(kept.textContent);
+    draw();
+  } else update();

@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from steepest.errors import ConfigurationError
 
+#: Of pages: that of one run, and that of several.
+Kind = Literal["page", "comparison"]
 _HERE = Path(__file__).parent
 
 
@@ -30,7 +32,7 @@ def chart_script() -> str:
     )
 
 
-def document(data: Mapping[str, Any], charts: str, kind: str = "page") -> str:
+def document(data: Mapping[str, Any], charts: str, kind: Kind = "page") -> str:
     """Return a page of some data, with the script that draws its charts.
 
     Args:
@@ -48,18 +50,18 @@ def document(data: Mapping[str, Any], charts: str, kind: str = "page") -> str:
     return _page("\n".join(scripts), kind)
 
 
-def shell() -> str:
+def shell(kind: Kind = "page") -> str:
     """Return the page without data, which fetches them, and its scripts, from where it comes from."""
-    return _page('<script src="page.js"></script>', "page")
+    return _page('<script src="page.js"></script>', kind)
 
 
-def page_script(kind: str = "page") -> str:
+def page_script(kind: Kind = "page") -> str:
     """Return the script that puts data on a page of that kind."""
     parts = ((_HERE / name).read_text(encoding="utf-8") for name in ("drawing.js", f"{kind}.js"))
     return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
 
 
-def _page(scripts: str, kind: str) -> str:
+def _page(scripts: str, kind: Kind) -> str:
     page = (_HERE / f"{kind}.html").read_text(encoding="utf-8")
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     before, _, after = page.partition("%SCRIPTS%")

@@ -94,3 +94,12 @@
     document.head.append(script);
     if (kept) drawAll();
   };
+
+  // -- a page that is served: what it shows is fetched, with the token of its address -----------
+
+  const tokenOf = () => decodeURIComponent((location.hash.match(/token=([^&]*)/) || ["", ""])[1]);
+  const ask = async (what) => {
+    const answer = await fetch(what, { headers: { Authorization: `Bearer ${tokenOf()}` }, cache: "no-store" });
+    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
+    return answer;
+  };

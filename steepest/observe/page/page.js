@@ -2,7 +2,8 @@
   const FORMAT = 1, EVERY = 500, MOST_MARKS = 200, WORST = 8;
   const DEATHS = new Set(["replaced", "left", "recovered"]);
   const SLOW = 0.7; // a score below which a worker is called slow
-  let data = null, byTime = false, byLog = false, smoothing = 0, failing = 0, token = "";
+  const FED = 0.8; // of a processor while it computes: with less the machine is busy, and the worker not to blame
+  let data = null, byTime = false, byLog = false, smoothing = 0, failing = 0;
 
   const place = (row) => byTime ? new Date(row.time * 1000) : row.step;
   // vertical lines, on an axis of their own from 0 to 1; as curves, which take much less time than shapes
@@ -113,18 +114,32 @@
 
   // -- workers -------------------------------------------------------------------------------
 
-  const score = (x) => isNumber(x) ? [x.toFixed(2), x < SLOW ? "bad" : ""] : "–";
+  const middle = (xs) => { const sorted = xs.filter(isNumber).sort((a, b) => a - b); return sorted.length ? sorted[sorted.length >> 1] : null; };
+  // the part of a processor that a worker had while it computed; less than 1 where other programs take it
+  const had = (each) => {
+    const process = data.processes.find((one) => one.name === `worker ${each.worker}`);
+    const whole = each.compute + each.data + each.wait;
+    return data.training && process && isNumber(process.processor) && each.compute > 0 ? Math.min(process.processor * whole / each.compute, 1) : null;
+  };
+  const starves = (each) => { const part = had(each); return isNumber(part) && part < FED; };
+  const score = (x, slow) => isNumber(x) ? [x.toFixed(2), slow ? "bad" : ""] : "–";
   const drawWorkers = () => {
     const { workers, scores, lanes, spans } = data.workers;
     const first = [...scores].sort((a, b) => b.last - a.last)[0];
     byId("waited").textContent = !scores.length ? "Nothing is known of single workers." :
       scores.length === 1 ? "One worker: it waits for nobody." :
       !first.last ? "" : `Of the last ${lanes.length === 1 ? "step" : `${lanes.length} steps`} worker ${first.worker} ended ${Math.round(100 * first.last)} % last, ` +
-        `${seconds(first.cost)} after the others' median: ${first.last >= 0.5 && first.others < SLOW ? "the others wait for it." : "nobody is waited for in particular."}`;
-    const head = ["worker", "computing", "data", "waiting", "against the others", "against itself", "last to end", "later than the others"];
+        `${seconds(first.cost)} after the others' median: ${first.last < 0.5 || first.others >= SLOW ? "nobody is waited for in particular." :
+        starves(first) ? `the others wait for it. It has ${Math.round(100 * had(first))} % of a processor while it computes: its machine is busy.` : "the others wait for it."}`;
+    const all = middle(scores.map((each) => each.itself)); // where all are slower than usual, the machine is
+    const feeds = scores.some((each) => isNumber(had(each)));
+    const head = ["worker", "computing", "data", "waiting", ...(feeds ? ["had of a processor"] : []), "against the others", "against itself", "last to end", "later than the others"];
     const worst = (each) => Math.min(each.others ?? 1, each.itself ?? 1) - each.last;
     const rows = [...scores].sort((a, b) => worst(a) - worst(b) || a.worker - b.worker).map((each) => [
-      `worker ${each.worker}`, seconds(each.compute), seconds(each.data), seconds(each.wait), score(each.others), score(each.itself),
+      `worker ${each.worker}`, seconds(each.compute), seconds(each.data), seconds(each.wait),
+      ...(feeds ? [isNumber(had(each)) ? `${Math.round(100 * had(each))} %` : "–"] : []),
+      score(each.others, each.others < SLOW && !starves(each)),
+      score(each.itself, each.itself < SLOW && !starves(each) && (scores.length < 2 || each.itself < SLOW * all)),
       `${Math.round(100 * each.last)} %`, each.last ? seconds(each.cost) : "–",
     ]);
     const kept = byId("rest"), shown = rows.length ? [table(head, rows.slice(0, WORST))] : [];
@@ -217,10 +232,20 @@
     byId("changes").replaceChildren(rows.length ? table(head, rows) : element("p", "None: all processes are those with which it began.", "quiet"));
   };
 
+  const logButton = (name) => {
+    const made = element("button", "last lines");
+    made.type = "button";
+    made.addEventListener("click", () => { made.blur(); show(`log?process=${encodeURIComponent(name)}`); });
+    return made;
+  };
   const drawProcesses = () => {
     const rows = data.processes.map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–",
-      isNumber(each.processor) ? `${Math.round(100 * each.processor)} %` : "–", isNumber(each.sent) ? `${bytes(each.sent)}/s` : "–"]);
-    byId("processes").replaceChildren(rows.length ? table(["process", "host", "node", "pid", "memory", "processor", "sends"], rows) : element("p", "Nothing is known of them.", "quiet"));
+      isNumber(each.processor) ? `${Math.round(100 * each.processor)} %` : "–", isNumber(each.sent) ? `${bytes(each.sent)}/s` : "–",
+      ...(data.live ? [logButton(each.name)] : [])]);
+    const head = ["process", "host", "node", "pid", "memory", "processor", "sends", ...(data.live ? ["output"] : [])];
+    // a button that is pressed, or has the focus, stays the one that it is
+    if (byId("processes").contains(document.activeElement)) return;
+    byId("processes").replaceChildren(rows.length ? table(head, rows) : element("p", "Nothing is known of them.", "quiet"));
     byId("stacks").hidden = !data.live;
   };
 
@@ -281,11 +306,6 @@
     }
     data = found;
   };
-  const ask = async (what) => {
-    const answer = await fetch(what, { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
-    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
-    return answer;
-  };
   const update = async () => {
     try {
       if (!document.hidden || data === null) {
@@ -305,12 +325,15 @@
     setTimeout(update, failing ? 4 * EVERY : EVERY);
   };
 
-  byId("stacks").addEventListener("click", async () => {
-    byId("text").textContent = "asking";
+  const show = async (what) => {
+    const box = byId("text");
+    box.textContent = "asking";
     byId("dialog").showModal();
-    try { byId("text").textContent = await (await ask("stacks")).text(); }
-    catch (error) { byId("text").textContent = error.message; }
-  });
+    try { box.textContent = await (await ask(what)).text(); }
+    catch (error) { box.textContent = error.message; }
+    box.scrollIntoView({ block: "end" });
+  };
+  byId("stacks").addEventListener("click", () => show("stacks"));
   for (const [id, value] of [["by-step", false], ["by-time", true]]) {
     byId(id).addEventListener("click", () => {
       byTime = value;
@@ -335,6 +358,5 @@
     data = JSON.parse(kept.textContent);
     draw();
   } else {
-    token = decodeURIComponent((location.hash.match(/token=([^&]*)/) || ["", ""])[1]);
     update();
   }

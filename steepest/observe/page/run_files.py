@@ -141,14 +141,23 @@ class WatchedRun:
 
     def told(self, known: Known) -> dict[str, Any]:
         """Return the data of the page."""
-        with self._lock:
-            if time.monotonic() >= self._next:
-                self._look()
-            return self._view.told(known)
+        return self.view.told(known)
 
     def stacks(self) -> str:
         """Say that there is no job to ask."""
         return "this page shows files: a live job's own page has the stacks of its processes"
+
+    def log(self, process: str) -> str:
+        """Say that there is no process to ask."""
+        return "this page shows files: a live job's own page has the output of its processes"
+
+    @property
+    def view(self) -> RunView:
+        """The run as it is now."""
+        with self._lock:
+            if time.monotonic() >= self._next:
+                self._look()
+            return self._view
 
     def _read(self) -> RunView:
         """Read all."""

@@ -28,7 +28,7 @@ from steepest.core.transport.strangers import (
     origin_of,
 )
 from steepest.errors import ConfigurationError
-from steepest.observe.page.document import chart_script, page_script, shell
+from steepest.observe.page.document import Kind, chart_script, page_script, shell
 from steepest.observe.page.run_view import Known
 from steepest.validation import require_count
 
@@ -57,6 +57,9 @@ class PageSource(Protocol):
     def stacks(self) -> str:
         """Return what each process is doing, as text; takes some seconds at most."""
 
+    def log(self, process: str) -> str:
+        """Return the last lines that a process has printed, as text; takes some seconds at most."""
+
 
 class PageServer:
     """A page, served until `close` on threads that do not keep the interpreter from ending.
@@ -69,6 +72,7 @@ class PageServer:
         host: the address at which it listens; others than this machine's own reach it only if another
             is given, and then the token travels in plain text.
         port: 0 for a free one.
+        kind: of the page, as of `document`.
 
     Attributes:
         host, port: where it listens.
@@ -79,15 +83,17 @@ class PageServer:
             address here.
     """
 
-    def __init__(self, source: PageSource, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, source: PageSource, host: str = "127.0.0.1", port: int = 0, kind: Kind = "page"
+    ) -> None:
         require_count("port", port, 0)
         if not isinstance(host, str) or not host:
             raise ConfigurationError(f"host={host!r}: give an address of this machine")
         self._token = secrets.token_urlsafe(24)
         files = {
-            "/": ("text/html", shell().encode()),
+            "/": ("text/html", shell(kind).encode()),
             "/charts.js": ("text/javascript", chart_script().encode()),
-            "/page.js": ("text/javascript", page_script().encode()),
+            "/page.js": ("text/javascript", page_script(kind).encode()),
         }
         try:
             self._server = _PageHTTPServer((host, port), source, self._token, files)
@@ -291,7 +297,7 @@ class _PageRequest(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         if (file := self.server.files.get(path)) is not None:
             self._send(200, *file)
-        elif path not in ("/data", "/stacks"):
+        elif path not in ("/data", "/stacks", "/log"):
             self._send(404, "text/plain", b"There is no such page here.\n")
         elif not self._is_known():
             self._send(403, "text/plain", _STRANGER.encode())
@@ -304,6 +310,10 @@ class _PageRequest(BaseHTTPRequestHandler):
         """Answer a reader who has shown the token."""
         if path == "/stacks":
             self._send(200, "text/plain", self.server.source.stacks().encode())
+            return
+        if path == "/log":
+            process = parse_qs(query).get("process", [""])[-1][:_LONGEST]
+            self._send(200, "text/plain", self.server.source.log(process).encode())
             return
         asked = {name: _count(values[-1]) for name, values in parse_qs(query).items()}
         known = Known(asked.get("since") or 0, asked.get("revision"), asked.get("changes"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from steepest.core.system import system
 from steepest.observe.page.addresses import KeptAddress
+from steepest.observe.page.log_text import log_text
 from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
 from steepest.observe.page.servers import ServerTimes
@@ -17,6 +18,7 @@ from steepest.runtime.activity import report
 from steepest.runtime.answers_of_all import ask_all
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.driver.training import Training
+from steepest.runtime.places import MOST_LINES, fetch_last_lines
 
 log = logging.getLogger(__name__)
 _MEMORY_SECONDS = 5.0  # from one look at the processes' memory to the next
@@ -116,6 +118,15 @@ class LiveRun:
     def stacks(self) -> str:
         """Return what each process is doing."""
         return report(self._cluster)
+
+    def log(self, process: str) -> str:
+        """Return the last lines that a process has printed."""
+        place = next(
+            (at for peer, at in self._cluster.places.items() if str(peer) == process), None
+        )
+        if place is None:
+            return f"{process!r:.60} is no process of the job now: Changes of the job says what became of it"
+        return log_text(fetch_last_lines(place, MOST_LINES)) or "it has printed nothing"
 
     def _catch_up(self) -> None:
         """Add new rows, some at a time, because training waits for the history meanwhile."""

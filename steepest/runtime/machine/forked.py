@@ -24,8 +24,9 @@ from steepest.runtime.job_runtime import CallError, CallRaisedError, ProcessDied
 from steepest.runtime.machine.launching import searched, start_template
 from steepest.runtime.machine.notice import Notice
 from steepest.runtime.machine.parcels import Frames, OpenParcel, Parcel, ParcelCall, opened
+from steepest.runtime.places import MOST_LINES
 
-_LINES = 12
+_LONGEST = 2000  # characters of a line that is kept
 _PRINTED_SECONDS = 1.0  # in which what a process has printed is printed here
 _LOOK_SECONDS = 0.002
 #: In which the template tells how a process has ended, and killed processes are gone.
@@ -199,7 +200,7 @@ class _Output:
     """
 
     def __init__(self, process: ForkedProcess, descriptors: Sequence[int]) -> None:
-        self.lines: deque[str] = deque(maxlen=_LINES)
+        self.lines: deque[str] = deque(maxlen=MOST_LINES)
         self._process = process
         self._streams = dict(zip(descriptors, ("stdout", "stderr"), strict=True))
         self._begun = dict.fromkeys(descriptors, b"")  # a line without its end
@@ -236,7 +237,7 @@ class _Output:
             stream = self._streams[descriptor]
         if lines:
             shown = [line.decode(errors="replace") for line in lines]
-            self.lines.extend(shown)
+            self.lines.extend(line[:_LONGEST] for line in shown)
             file = getattr(sys, stream)
             file.write("".join(f"[{self._process.name}] {line}\n" for line in shown))
             file.flush()
