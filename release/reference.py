@@ -42,7 +42,7 @@ GROUPS = {
     "Settings of a job": (
         "RunConfig", "FailureConfig", "DeadlineConfig", "ResourceConfig", "TLSConfig", "Checkpoints",
     ),
-    "Data": ("IndexedStream", "RayDataset"),
+    "Data": ("IndexedStream", "OffsetStream", "next_offsets", "RayDataset"),
     "Results": (
         "StepResult", "EvaluationResult", "Stats", "Staleness", "ProcessInfo", "Event", "History", "CommitLog",
         "Commit", "LoggedPush",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.checkpoint.served_table import ServedTable as ServedTable
+    from steepest.checkpoint.stream_offsets import next_offsets as next_offsets
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
     from steepest.config.compression import Int2 as Int2
     from steepest.config.compression import Int4 as Int4
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.config.run import ResourceConfig as ResourceConfig
     from steepest.config.run import RunConfig as RunConfig
     from steepest.config.run import TLSConfig as TLSConfig
+    from steepest.core.data.offset_stream import OffsetStream as OffsetStream
     from steepest.core.data.sources import IndexedStream as IndexedStream
     from steepest.core.engine.commit_log import Commit as Commit
     from steepest.core.engine.commit_log import CommitLog as CommitLog
@@ -120,6 +122,7 @@ _MODULES = {
     "LoggedPush": "core.engine.commit_log",
     "MLflow": "observe.loggers",
     "Model": "core.models.protocol",
+    "OffsetStream": "core.data.offset_stream",
     "OptimizerSpec": "core.optim.spec",
     "ParameterLayout": "core.tensors.layout",
     "ParameterServer": "parameter_server.api",
@@ -152,6 +155,7 @@ _MODULES = {
     "epochs": "loop.calls",
     "gather": "loop.calls",
     "leaving": "loop.calls",
+    "next_offsets": "checkpoint.stream_offsets",
     "plan": "planning.plan",
     "prepare": "loop.calls",
     "rank": "loop.calls",

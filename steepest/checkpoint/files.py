@@ -157,8 +157,8 @@ class Checkpoint:
             None), data (the fingerprint of the training data), batch (samples of a batch, and of a
             step), tables (the name, dimension, dtype, optimizer and group of each embedding table),
             replicated (of those that workers hold, with the parameter instead of the group),
-            hashes (of each table whose ids are texts, see `Table.hash`), evaluations, and of an increment base (see
-            `BaseLink`).
+            offsets (by partition, of data that are a window of a log), hashes (of each table whose ids are
+            texts, see `Table.hash`), evaluations, and of an increment base (see `BaseLink`).
         rows: those that are not in `optimizer` yet, and are written beside it; None for none.
         saved_rows: those that were left where they lie, see `read_apart`; None for none.
     """
@@ -187,6 +187,8 @@ class JobSignature:
     # of tables that workers hold, see `steepest.checkpoint.replicated_tables`
     replicated: Sequence[Sequence[Any]] = ()
     hashes: Mapping[str, str] = field(default_factory=dict)  # see `Checkpoint.about`
+    # by partition, the window of a log that the data are; which may differ
+    offsets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def check(self, saved: Checkpoint, data: str = "continue") -> None:
         """Check that a checkpoint fits to this job; CheckpointError says in which property it does not.
@@ -224,6 +226,11 @@ class JobSignature:
                 "epochs begin anew"
             )
         require_tables(*self._all_tables(saved))
+        if data != "new" and self._has_other_offsets(saved):
+            raise CheckpointError(
+                f"it is of the offsets {_shown(saved.about['offsets'])}, this job's data have {_shown(self.offsets)}: "
+                "give the offsets of steepest.next_offsets(path, ends), and Checkpoints(data='new')"
+            )
         require_hashes(saved.about.get("hashes", {}), self.hashes)
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
@@ -245,6 +252,33 @@ class JobSignature:
                         f"{name!r} has {what} {theirs}, the model's has {ours}: build the model as it "
                         "was, with the batch size that it had where a shape follows from it"
                     )
+
+    def _has_other_offsets(self, saved: Checkpoint) -> bool:
+        """Return whether the data are another window of a log than a checkpoint's, as far as that is known."""
+        theirs = {name: tuple(window) for name, window in saved.about.get("offsets", {}).items()}
+        return bool(theirs and self.offsets) and theirs != dict(self.offsets)
+
+    def require_next_offsets(self, saved: Checkpoint) -> None:
+        """Check that a window of a log begins where a checkpoint's ended, and that that was trained to its end.
+
+        Raises:
+            CheckpointError: records would be left out, or trained again.
+        """
+        if not self._has_other_offsets(saved):
+            return
+        before = saved.about["offsets"]
+        said = (
+            f"it is of the offsets {_shown(before)}, this job's data have {_shown(self.offsets)}: "
+        )
+        advice = "give the offsets of steepest.next_offsets(path, ends)"
+        if not is_pass_over(saved.about):
+            raise CheckpointError(f"{said}the pass over the former has not ended; {advice}")
+        for name, (_, end) in before.items():
+            if self.offsets.get(name, (end, end))[0] != end or name not in self.offsets:
+                raise CheckpointError(
+                    f"{said}partition {name!r} goes on at {end}, and records would be left out or trained again; "
+                    f"{advice}"
+                )
 
     def other_data(self, saved: Checkpoint) -> list[str]:
         """Return in words how the data differ from those of a checkpoint, as far as that is known."""
@@ -281,6 +315,20 @@ class JobSignature:
         ]
 
 
+def _shown(offsets: Mapping[str, Sequence[int]]) -> str:
+    """Return offsets in words, at most eight partitions."""
+    words = [f"{name}: {begin} to {end}" for name, (begin, end) in [*offsets.items()][:8]]
+    return ", ".join([*words, "..."] if len(offsets) > 8 else words)
+
+
+def is_pass_over(about: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint, of which the manifest is given, stands behind the first pass over its data."""
+    if about.get("left"):
+        return False
+    samples = about["samples"]
+    return about["epoch"] > 0 or (samples is not None and about["offset"] >= samples)
+
+
 def gather(
     owner: JobSignature,
     weights: torch.Tensor,
@@ -312,6 +360,7 @@ def gather(
         "tables": [list(each) for each in owner.tables],
         "replicated": [list(each) for each in owner.replicated],
         "hashes": dict(owner.hashes),
+        "offsets": {name: list(window) for name, window in owner.offsets.items()},
         "aliases": {
             entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases
         },

@@ -215,6 +215,11 @@ def _has(
     )
 
 
+def _is_window(value: Any) -> bool:
+    """Return whether a value is (begin, end) in offsets."""
+    return _is_list(value, _is_count) and len(value) == 2 and value[0] <= value[1]
+
+
 def _is_span(value: Any) -> bool:
     """Return whether a value is (begin, end) in steps."""
     return _is_list(value, _is_step) and len(value) == 2
@@ -276,6 +281,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "data": (lambda value: _is_mapping(value, _is_array), False),
     "batch": (lambda value: _is_list(value, _is_count) and len(value) == 2, False),
     "schedule": (lambda value: value is None or isinstance(value, dict), False),
+    "offsets": (lambda value: _is_mapping(value, _is_window), False),
     "hashes": (lambda value: _is_mapping(value, _is_name), False),
     "replicated": (lambda value: _is_list(value, _is_replicated), False),
     "unfrozen": (lambda value: _is_list(value, _is_name), False),

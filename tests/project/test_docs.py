@@ -95,6 +95,14 @@ def test_the_example_of_training_data_runs_as_it_stands(tmp_path: Path) -> None:
     assert "epochs: 4 steps: 120 loss: 0.000" in said
 
 
+@pytest.mark.long
+def test_the_example_of_a_growing_log_runs_as_it_stands(tmp_path: Path) -> None:
+    said = run_block(blocks_of("docs/howto/growing_log.md")[0], tmp_path)
+    assert "{'clicks-0': (0, 500), 'clicks-1': (0, 300)} steps: 40" in said
+    assert "{'clicks-0': (500, 500), 'clicks-1': (300, 700)} steps: 60" in said
+    assert said.endswith("nothing new\n")
+
+
 @pytest.mark.full  # Ray Data takes its time
 @pytest.mark.long
 @pytest.mark.ray

@@ -31,6 +31,7 @@ class Source(Protocol):
     - `begin` and `passes`: it can begin a pass in its middle, see `steepest.core.data.streams.StreamSource`.
     - `notice`: a text for users, logged once by the driver.
     - `contents`: arrays or a data set that identify the data, see `steepest.core.data.fingerprint`.
+    - `offsets`: by partition, the window of a log that the data are, see `steepest.core.data.offset_stream`.
     - `each_epoch=True`: its data may change between two epochs. It is opened anew for each, with only its shares.
     - `model_seeds=True`: its model seeds all random generators when it takes a batch, so that they are not kept.
     """

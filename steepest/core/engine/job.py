@@ -70,6 +70,8 @@ class Description:
     # how replicas' values of a buffer or frozen parameter are merged, by name: "mean" or "first", for those that the
     # model names; see `steepest.core.engine.replica_states.merged_states`
     merging: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # of data that are a window of a log, see `steepest.core.data.offset_stream`
+    offsets: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -481,6 +483,7 @@ def check_agreement(
     difference = _difference_of_opaque(first.opaque, other.opaque)
     difference = difference or first.layout.difference(other.layout)
     for what, a, b in (
+        ("offsets", dict(first.offsets), dict(other.offsets)),
         ("batch size", first.batch_size, other.batch_size),
         ("number of samples", first.samples, other.samples),
         ("blocks of samples", first.blocks, other.blocks),

@@ -82,6 +82,7 @@ def build_models(
             row_hashes=rows,
             sums=m.sums_samples,
             merging=dict(m.merging),
+            offsets=dict(getattr(m.data, "offsets", {})),
         )
         for m, (told, rows) in ((model, described_data(model.data)) for model in models)
     ]

@@ -121,6 +121,8 @@ class CheckpointManager:
             differs = bool(signature.other_data(saved))
             data = "new" if differs and keeper.policy.data == "new" else "continue"
             try:
+                if data == "new":
+                    signature.require_next_offsets(saved)
                 self._state.place(saved, path, data)
                 break
             except files.DamagedRowsError as error:

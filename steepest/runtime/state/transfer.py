@@ -546,6 +546,7 @@ class StateTransfer:
             batch,
             replicated,
             hashes,
+            described.offsets,
         )
 
 
