@@ -23,7 +23,7 @@ FIRST, DIM = 0.5, 2
 Rows = dict[str, dict[int, tuple[Tensor, Tensor]]]
 
 
-class Sums(nn.Module):
+class AddedFeatures(nn.Module):
     """Rows of some tables, added up."""
 
     def __init__(self, optimizers: Mapping[str, RowOptimizer]) -> None:
@@ -47,7 +47,7 @@ def creator(optimizers: Mapping[str, RowOptimizer], ids: Tensor, shards: int) ->
 
     def create(worker_index: int, device_index: int) -> TorchModel:
         return TorchModel(
-            Sums(optimizers),
+            AddedFeatures(optimizers),
             loss=lambda output, target: output.mean(),
             data=(ids, torch.zeros(len(ids))),
             batch_size=len(ids) // 2,
