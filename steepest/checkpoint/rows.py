@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.checkpoint.row_values import wide
 from steepest.checkpoint.saved_rows import TABLES
 from steepest.checkpoint.table_moves import TableMoves
 from steepest.errors import CheckpointError
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 #: Of each shard its arrays: those of `TableState`; "updates", the version; "since", in an increment.
 _Shards = dict[int, dict[str, torch.Tensor]]
-_NO_ARRAYS = ("updates", "since", "life", "seed", "clock")
 
 
 def unpushed(
@@ -47,14 +45,6 @@ def by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
     return shards
 
 
-def state_of_arrays(arrays: Mapping[str, torch.Tensor]) -> TableState:
-    """Return a shard's rows; ConfigurationError: the arrays make no sense."""
-    from steepest.tables.state import TableState
-
-    known = {key: wide(value) for key, value in arrays.items() if key not in _NO_ARRAYS}
-    return TableState.of_arrays(known)
-
-
 def arrays_of_state(state: TableState) -> dict[str, torch.Tensor]:
-    """Return a shard's rows as `state_of_arrays` takes them."""
+    """Return a shard's rows as tensors by key."""
     return {key: torch.from_numpy(array) for key, array in state.arrays().items()}

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
-from steepest.tables.hashing import Distinct
-from steepest.tables.index import Index
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
 #: The dtypes of each array of a state.
@@ -134,11 +132,6 @@ def order_of(tables: npt.NDArray[np.integer], ids: Int64s) -> npt.NDArray[np.int
     return order
 
 
-def joined(states: Iterable[TableState]) -> TableState:
-    """Return several shards' states of the same tables as one, in order of table and id; ConfigurationError: none."""
-    return appended(states).sorted()
-
-
 def appended(states: Iterable[TableState]) -> TableState:
     """Return several states of the same tables as one, one after the other; ConfigurationError: none."""
     # Of the counters of Bloom filters the greatest stay: each id was counted by one shard, and none is counted too low.
@@ -155,28 +148,6 @@ def appended(states: Iterable[TableState]) -> TableState:
         of = [state.counters[table] for state in states if table in state.counters]
         counters[table] = np.maximum.reduce(of)
     return replace(states[0], counters=counters, **changes)
-
-
-def increased(base: TableState, increment: TableState) -> TableState:
-    """Return a state with a later increment's rows in place of its own, less those removed.
-
-    The increment's counts of ids that are not admitted replace those of the base.
-    """
-    tables = np.concatenate([increment.tables, increment.removed_tables])
-    newer = Distinct(tables, np.concatenate([increment.ids, increment.removed_ids]))
-    index = Index(int(max(tables.max(initial=0), base.tables.max(initial=0))) + 1)
-    index.insert(newer.tables, newer.ids, np.arange(len(newer.ids), dtype=np.int32))
-    kept = index.find(base.tables, base.ids)[0] < 0
-    rest = base.only(kept, np.zeros(len(base.counted), np.bool_))
-    rest = replace(rest, removed_tables=rest.removed_tables[:0], removed_ids=rest.removed_ids[:0])
-    gone = replace(
-        increment,
-        removed_tables=increment.removed_tables[:0],
-        removed_ids=increment.removed_ids[:0],
-        counters={},
-    )
-    together = joined([replace(rest, counters={}), gone])
-    return replace(together, counters=increment.counters)
 
 
 def _require_array(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.checkpoint.row_pieces import NewerIds
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
 from steepest.tables.compilation import compile_kernels
@@ -19,7 +20,7 @@ from steepest.tables.eviction import LFU, LRU, GlobalStepEvict, L2WeightEvict
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.shard import TableShard
-from steepest.tables.state import increased
+from steepest.tables.state import TableState, appended
 from steepest.tables.table import Table
 from tests.table_tools import ids_of, push, same, table
 
@@ -196,6 +197,19 @@ def test_the_least_used_rows_go_in_a_long_run_too(policy: Any) -> None:
         push(shard, drawn, version, sightings=seen)
         check(shard, model)
     assert model.full > 20
+
+
+def increased(base: TableState, increment: TableState) -> TableState:
+    """The rows of a state and of a later increment, less those that are older, or removed."""
+    newer = NewerIds(1)
+    newer.note(increment)
+    newer.seal()
+    nothing = {
+        "removed_tables": increment.removed_tables[:0],
+        "removed_ids": increment.removed_ids[:0],
+    }
+    older = replace(newer.older(base), **nothing)
+    return appended([older, replace(increment, **nothing)]).sorted()
 
 
 @pytest.mark.long

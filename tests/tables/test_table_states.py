@@ -16,7 +16,7 @@ from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD, Adagrad
 from steepest.tables.shard import TableShard
 from steepest.tables.spread import Spread
-from steepest.tables.state import TableState, joined
+from steepest.tables.state import TableState, appended
 from tests.table_tools import ids_of, push, same, table
 
 
@@ -57,7 +57,7 @@ def test_states_of_several_shards_are_loaded_in_parts(
         push(part, ids[mine], 1, tables=tables[mine], sightings=seen)
         push(part, ids[mine][:9], 2, tables=tables[mine][:9])
     states = [part.export() for part in parts]
-    whole = joined(states)
+    whole = appended(states).sorted()
     order = np.lexsort((ids, tables))
     assert (whole.tables.tolist(), whole.ids.tolist()) == (
         tables[order].tolist(),
@@ -87,7 +87,7 @@ def test_what_is_known_of_ids_without_rows_moves_to_other_shards() -> None:
     whole.load([part.export() for part in parts], 1)
     push(whole, ids, 2, tables=tables)
     assert ids_of(whole) == list(range(1, 100, 2)) * 2
-    assert joined([whole.export()]).ids.tolist() == ids_of(whole)
+    assert whole.export().ids.tolist() == ids_of(whole)
 
 
 def test_a_state_of_other_tables_is_refused() -> None:

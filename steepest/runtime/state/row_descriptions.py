@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from steepest.checkpoint.rows import by_shard, state_of_arrays
+from steepest.checkpoint.rows import by_shard
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.shared_state import SharedState
 from steepest.errors import ConfigurationError
@@ -43,6 +43,7 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
     """Return the descriptions of ids, see `DistributedSGD.describe_rows`."""
     import numpy as np
 
+    from steepest.checkpoint.row_pieces import state_of  # needs what only tables need
     from steepest.tables.checks import require_ids
     from steepest.tables.first_values import values_without_rows
     from steepest.tables.hashing import shard_of
@@ -65,7 +66,7 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
     descriptions = []
     for each, shard in zip(checked.tolist(), shards.tolist(), strict=True):
         shard_state = arrays[dealing.chunk(group, shard) - dealing.first]
-        rows, version = state_of_arrays(shard_state), int(shard_state["updates"])
+        rows, version = state_of(shard_state), int(shard_state["updates"])
         at = np.flatnonzero((rows.ids == each) & (rows.tables == number))
         if len(at):
             one = int(at[0])
