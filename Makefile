@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 # All find the packages of the tests' own environment after theirs, so that nothing is installed twice; Ray on Spark looks
 # for Ray's script beside Python. In all environments modules are compiled when they are imported: most of them never are,
 # and compiling all of torch's takes longer than installing them.
-EXTRAS-loggers := loggers
+EXTRAS-loggers := loggers,opentelemetry
 EXTRAS-shared := lightning,transformers,sagemaker,storage-tests
 EXTRAS-spark := spark
 EXTRAS-jax := jax
@@ -61,7 +61,7 @@ $(VENV)-%/.installed: $(STAMP)
 environments: $(foreach name,shared jax tensorflow spark docs,$(VENV)-$(name)/.installed)
 
 test-loggers: $(VENV)-loggers/.installed
-	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_real_loggers.py tests/observe/test_loggers.py \
+	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_real_loggers.py tests/observe/test_loggers.py tests/observe/test_open_telemetry.py \
 	  tests/places/test_kuberay_probes.py
 
 test-adapters: $(VENV)-shared/.installed

@@ -49,6 +49,7 @@ GROUPS = {
     ),
     "Callbacks and loggers": (
         "Callback", "EarlyStopping", "ReduceOnPlateau", "TensorBoard", "MLflow", "WandB", "Trackio", "Prometheus",
+        "OpenTelemetry",
     ),
     "Embedding tables": (
         "Table", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Bucketize", "connect", "ExportedTable",
@@ -73,7 +74,7 @@ CONFIGURED = (
 _MADE_ALONE = frozenset(
     {
         *GROUPS["Strategies"], *GROUPS["Settings of a job"], *GROUPS["Train a model"], *GROUPS["Embedding tables"],
-        "EarlyStopping", "ReduceOnPlateau", "TensorBoard", "MLflow", "WandB", "Trackio", "Prometheus",
+        "EarlyStopping", "ReduceOnPlateau", "TensorBoard", "MLflow", "WandB", "Trackio", "Prometheus", "OpenTelemetry",
     }
     - {"DistributedSGD", "ExportedTable", "ServedTable"}
 )  # fmt: skip

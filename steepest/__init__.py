@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.loggers import TensorBoard as TensorBoard
     from steepest.observe.loggers import Trackio as Trackio
     from steepest.observe.loggers import WandB as WandB
+    from steepest.observe.open_telemetry import OpenTelemetry as OpenTelemetry
     from steepest.observe.progress import Callback as Callback
     from steepest.observe.results import EvaluationResult as EvaluationResult
     from steepest.observe.results import Event as Event
@@ -123,6 +124,7 @@ _MODULES = {
     "MLflow": "observe.loggers",
     "Model": "core.models.protocol",
     "OffsetStream": "core.data.offset_stream",
+    "OpenTelemetry": "observe.open_telemetry",
     "OptimizerSpec": "core.optim.spec",
     "ParameterLayout": "core.tensors.layout",
     "ParameterServer": "parameter_server.api",

@@ -54,7 +54,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="TRACKER[=WHERE]",
-        help="tensorboard=DIRECTORY, mlflow=URI, wandb=PROJECT or trackio=PROJECT; may be given again",
+        help="tensorboard=DIRECTORY, mlflow=URI, wandb=PROJECT, trackio=PROJECT or opentelemetry=RUN; may be given "
+        "again",
     )
     parser.add_argument(
         "--timeline",
@@ -150,6 +151,7 @@ def tracker(text: str) -> Callback:
         ConfigurationError: there is no such tracker, or it is not installed.
     """
     from steepest.observe import loggers
+    from steepest.observe.open_telemetry import OpenTelemetry
 
     name, _, where = text.partition("=")
     match name:
@@ -161,8 +163,11 @@ def tracker(text: str) -> Callback:
             return loggers.WandB(where or None)
         case "trackio":
             return loggers.Trackio(where or "steepest")
+        case "opentelemetry":
+            return OpenTelemetry(where or "steepest")
     raise ConfigurationError(
-        f"--log {text}: give tensorboard, mlflow, wandb or trackio, with =WHERE behind it if it is to be elsewhere"
+        f"--log {text}: give tensorboard, mlflow, wandb, trackio or opentelemetry, with =WHERE behind it if it is to "
+        "be elsewhere"
     )
 
 

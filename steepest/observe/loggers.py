@@ -18,6 +18,7 @@ from steepest.data.storage.places import ObjectUrl, place_of
 from steepest.errors import ConfigurationError
 from steepest.observe.delivery import Delivery, Ending
 from steepest.observe.history import History
+from steepest.observe.page.run_view import event_of
 from steepest.observe.progress import Callback
 from steepest.validation import require_count
 
@@ -43,6 +44,8 @@ class Point(NamedTuple):
     time: float  # seconds since the epoch, as `time.time` has it
     values: dict[str, float]  # finite numbers by name, such as "train/loss"
     text: str = ""  # of an event
+    event: str = ""  # the kind of an event, as of `Event`
+    seconds: float = 0.0  # for which an event stopped training
 
 
 class Logger(Callback):
@@ -174,7 +177,11 @@ class Logger(Callback):
         has = step <= self._done.get(kind, -1) and (kind != "event" or old)
         if has or (kind == "step" and step % self._every):
             return
-        self._points.append(Point(kind, step, row["time"], values, row.get("line", "")))
+        event, seconds = "", 0.0
+        if kind == "event":
+            event, seconds = row["event"], event_of(row)["spent"].get("in all", 0.0)
+        text = row.get("line", "")
+        self._points.append(Point(kind, step, row["time"], values, text, event, seconds))
 
     def _send(self) -> None:
         """Pass on the points of what was taken."""
@@ -216,7 +223,7 @@ def _numbers(row: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
             yield f"{'job' if name in job else group}/{name}", float(value)
 
 
-def _until(step: int) -> dict[str, int]:
+def logged_until(step: int) -> dict[str, int]:
     """Return that all rows until a step were logged, of a tracker that cannot be asked."""
     return dict.fromkeys(_GROUPS, step) if step else {}
 
@@ -229,7 +236,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _load(logger: str, *modules: str) -> Any:
+def load_module(logger: str, *modules: str) -> Any:
     """Return the first of some modules that is installed; ConfigurationError says which, if none is."""
     missing: list[str | None] = []
     for name in modules:
@@ -259,7 +266,7 @@ class TensorBoard(Logger):
 
     def __init__(self, directory: str | Path, **settings: Any) -> None:
         super().__init__(**settings)
-        _load(
+        load_module(
             "TensorBoard", "torch.utils.tensorboard", "tensorboardX"
         )  # told here, before a job starts
         self._directory = place_of(directory)
@@ -282,10 +289,10 @@ class TensorBoard(Logger):
         self._folder = run if self._uploads is None else self._uploads.folder
         self._purge, self._suffix = step + 1 if step else None, f".{step:012}"
         self._begin()
-        return run, _until(step)
+        return run, logged_until(step)
 
     def _begin(self) -> None:
-        module = _load("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
+        module = load_module("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
         suffix = f"{self._suffix}.{self._files}"  # names have seconds: those of the next might be the same
         self._writer = module.SummaryWriter(
             self._folder, purge_step=self._purge, filename_suffix=suffix
@@ -362,7 +369,7 @@ class MLflow(Logger):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        _load("MLflow", "mlflow")  # told here, before a job starts
+        load_module("MLflow", "mlflow")  # told here, before a job starts
         self.key = " ".join(["MLflow", *([uri] if uri else []), experiment])
         self._experiment, self._uri, self._name = experiment, uri, run_name
         self._client: Any = None
@@ -375,7 +382,7 @@ class MLflow(Logger):
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
         """Continue the run with this tag, and ask which steps it has; begin it if there is none."""
         assert run is not None
-        self._client = _load("MLflow", "mlflow").MlflowClient(tracking_uri=self._uri)
+        self._client = load_module("MLflow", "mlflow").MlflowClient(tracking_uri=self._uri)
         found = self._client.get_experiment_by_name(self._experiment)
         number = (
             self._client.create_experiment(self._experiment)
@@ -393,7 +400,7 @@ class MLflow(Logger):
 
     def log(self, points: Sequence[Point]) -> None:
         """Log the points' numbers with one request."""
-        metric = _load("MLflow", "mlflow.entities").Metric
+        metric = load_module("MLflow", "mlflow.entities").Metric
         metrics = [
             metric(name, value, int(point.time * 1000), point.step)
             for point in points
@@ -422,7 +429,7 @@ class WandB(Logger):
         self, project: str | None = None, init: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
-        _load("WandB", "wandb")  # told here, before a job starts
+        load_module("WandB", "wandb")  # told here, before a job starts
         self.key = f"WandB {project or ''}".rstrip()
         self._project, self._init = project, dict(init or {})
         self._run: Any = None
@@ -434,7 +441,7 @@ class WandB(Logger):
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
         """Begin a run, or continue it and look which steps its summary has."""
         which = {"id": run, "resume": "allow"}
-        module = _load("WandB", "wandb")
+        module = load_module("WandB", "wandb")
         self._run = module.init(project=self._project, **(self._init | which))
         for group in dict.fromkeys(_GROUPS.values()):
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
@@ -465,7 +472,7 @@ class Trackio(Logger):
         self, project: str, init: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
-        _load("Trackio", "trackio")  # told here, before a job starts
+        load_module("Trackio", "trackio")  # told here, before a job starts
         self.key = f"Trackio {project}"
         self._project, self._init = project, dict(init or {})
         self._run: Any = None
@@ -477,7 +484,7 @@ class Trackio(Logger):
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
         """Begin a run, or continue it and look which steps it has, if it is on this machine."""
         which = {"name": run, "resume": "allow"}
-        module = _load("Trackio", "trackio")
+        module = load_module("Trackio", "trackio")
         self._run = module.init(self._project, **(self._init | which))
         return self._run.name, self._logged(step)
 
@@ -486,7 +493,7 @@ class Trackio(Logger):
         try:
             storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
             if not self._run._is_local:
-                return _until(step)
+                return logged_until(step)
             found = {
                 f"{group}/step": storage.get_metric_values(
                     self._project, self._run.name, f"{group}/step", run_id=self._run.id
@@ -494,7 +501,7 @@ class Trackio(Logger):
                 for group in _GROUPS.values()
             }
         except (ImportError, AttributeError, TypeError):  # another version, without these methods
-            return _until(step)
+            return logged_until(step)
         return _steps({name: rows[-1]["value"] for name, rows in found.items() if rows})
 
     def log(self, points: Sequence[Point]) -> None:

@@ -98,7 +98,9 @@ def test_trackers_are_made_from_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["tensorbord", "=runs", "csv=x"])
 def test_a_tracker_that_is_not_known_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="give tensorboard, mlflow, wandb or trackio"):
+    with pytest.raises(
+        ConfigurationError, match="give tensorboard, mlflow, wandb, trackio or opentelemetry"
+    ):
         run.tracker(text)
 
 
