@@ -3,6 +3,7 @@
     python -m benchmarks.embedding_formats                                  # all
     python -m benchmarks.embedding_formats --only memory --millions 5
     python -m benchmarks.embedding_formats --only adult clicks --rounds 5
+    python -m benchmarks.embedding_formats --only adult --kinds "int8 gradients" "bfloat16 gradients"
 
 ``memory``  so many million rows of dimension 16 with row-wise Adagrad: the process' memory, bytes a row.
 ``step``    106,496 ids by a power law among 2.6 million rows of dimension 16, row-wise Adagrad: a pull as a worker gets
@@ -27,7 +28,7 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "int8"},
     "bfloat16, slots too": {"dtype": "bfloat16", "slots_dtype": "bfloat16"},
     "int8, bfloat16 slots": {"dtype": "int8", "slots_dtype": "bfloat16"},
+}
+#: How gradients travel, of rows of float32.
+GRADIENTS: dict[str, dict[str, Any]] = {
+    f"{name} gradients": {"gradient_dtype": name} for name in ("bfloat16", "float16", "int8")
 }
 Row = dict[str, Any]
 #: Logits of samples, and the training of a network on batches of so many.
@@ -183,9 +188,13 @@ def clicks(how: dict[str, Any], seed: int) -> float:
     return auc(scores.numpy(), test.labels)
 
 
-def run_areas(name: str, area: Callable[[dict[str, Any], int], float], rounds: int) -> list[Row]:
+def run_areas(
+    name: str, area: Callable[[dict[str, Any], int], float], rounds: int, kinds: Iterable[str]
+) -> list[Row]:
     found: list[Row] = []
-    for kind, how in FORMATS.items():
+    for kind, how in (FORMATS | GRADIENTS).items():
+        if kind not in kinds:
+            continue
         areas = []
         for seed in range(rounds):
             areas.append(area(how, seed))
@@ -205,19 +214,22 @@ def main() -> None:
     kinds = ("memory", "step", "adult", "clicks")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=positive, default=15, help="seeds, of areas")
+    every = [*FORMATS, *GRADIENTS]
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="of areas")
     parser.add_argument("--millions", type=positive, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    chosen = dict.fromkeys(["float32", *arguments.kinds])
     found: list[Row] = []
     if "memory" in arguments.only:
         found += run_memory(arguments.millions)
     if "step" in arguments.only:
         found += run_step(arguments.rounds)
     if "adult" in arguments.only:
-        found += run_areas("Adult", adult, arguments.rounds)
+        found += run_areas("Adult", adult, arguments.rounds, chosen)
     if "clicks" in arguments.only:
-        found += run_areas("clicks", clicks, arguments.rounds)
+        found += run_areas("clicks", clicks, arguments.rounds, chosen)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
 

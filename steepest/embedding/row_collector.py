@@ -19,6 +19,7 @@ from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.push_form import Chance
 from steepest.tables.table import Table
 
 #: By batch, its weight, and the gradients of each group of tables.
@@ -166,7 +167,12 @@ class RowCollector(RowSource, ABC):
                 ).items():
                     of = parts.setdefault(first, [None] * len(gradients))
                     of[group] = total.taken(where)
-        form = self.dealing.push_form
+        form, chance = self.dealing.push_form, self.chance()
         return {
-            first: torch.from_numpy(form.pack(of, ROW_MEMORY.empty)) for first, of in parts.items()
+            first: torch.from_numpy(form.pack(of, ROW_MEMORY.empty, chance))
+            for first, of in parts.items()
         }
+
+    @abstractmethod
+    def chance(self) -> Chance:
+        """Return by whose chance gradients are rounded that are pushed now, if any are."""

@@ -28,6 +28,7 @@ from steepest.tables.dealing import Dealing, Where
 from steepest.tables.gradients import aligned, pack_keys
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.push_form import Chance
 
 _NOT_SENT = "rows of embedding tables were not sent"
 _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
@@ -197,6 +198,10 @@ class RowExchange(RowCollector):
     def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
         """Push the gradients of all batches, or keep them for the next step."""
         self.delayed.end_share(self.gradients(), *self.weights(updates), ready)
+
+    def chance(self) -> Chance:
+        """Return the worker's chance at the version of the weights."""
+        return Chance(self._worker, self.position[1])
 
     def unpushed(self, step: int) -> Tensors:
         """Return the gradient that no update has; a step is a version where gradients are delayed."""

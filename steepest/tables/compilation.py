@@ -12,6 +12,7 @@ import numpy as np
 from steepest.tables.gradients import RowGradients, weighted
 from steepest.tables.hashing import Distinct, add_up, are_distinct
 from steepest.tables.pooling import Bags
+from steepest.tables.push_form import Chance, GroupForm
 from steepest.tables.shard import TableShard
 from steepest.tables.spread import Spread
 from steepest.tables.table import Table, groups
@@ -49,6 +50,10 @@ def _compile(tables: tuple[Table, ...]) -> None:
             sent = np.empty((len(group), form.sent_bytes), np.uint8)
             shard.pull_sent(numbers, np.full(len(group), version, np.int64), sent)
             form.received(sent.reshape(-1))
+            pushed = RowGradients(
+                numbers, np.full(len(group), version, np.int64), gradients, numbers + 1
+            )
+            GroupForm(group, 0).as_sent(pushed, Chance(0, version))
         cut.take(1)
         shard.evict(2)
         shard.end_lives(2)

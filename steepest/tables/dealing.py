@@ -116,10 +116,7 @@ class Dealing:
     @cached_property
     def push_form(self) -> PushForm:
         """How gradients of rows of all groups travel as one push."""
-        forms = [group[0].form for group in self.groups]
-        return PushForm(
-            [GroupForm(of.dim, of.dtype, ends) for of, ends in zip(forms, self.ends, strict=True)]
-        )
+        return PushForm([GroupForm(group, self.seed) for group in self.groups])
 
     @cached_property
     def spreads(self) -> list[Spread]:

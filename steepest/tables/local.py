@@ -11,6 +11,7 @@ from steepest.errors import ConfigurationError, NonFiniteError
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct, deal
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.push_form import Chance, GroupForm
 from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.table import Table, groups, spread_of
 from steepest.validation import require_choice, require_count
@@ -51,6 +52,7 @@ class LocalRows:
             for group in grouped
         ]
         self._spreads = [spread_of(group, count) for group in grouped]
+        self._forms = [GroupForm(group, seed) for group in grouped]
         self._places = {
             table.name: (number, at)
             for number, group in enumerate(grouped)
@@ -160,6 +162,7 @@ class LocalRows:
     def _update(self, group: int, total: RowGradients, learning_rate: float | None) -> None:
         """Update the rows of one group of tables."""
         shards = self.shards[group]
+        total = self._forms[group].as_sent(total, Chance(0, self.version - 1))
         order, begins = deal(total.tables, total.ids, self._spreads[group])
         for at, shard in enumerate(shards):
             part = slice(begins[at], begins[at + 1])

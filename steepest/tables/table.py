@@ -22,6 +22,8 @@ from steepest.validation import require_count
 
 _MOST_TABLES = 2**15
 
+_GRADIENT_DTYPES = ("bfloat16", "float16", "int8")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -56,6 +58,8 @@ class Table:
             so that look-ups ask no server and updates travel with those of the dense layers; False to have
             them on servers. None to choose by size, see `steepest.tables.replicated`; `needs_servers` says why
             a table cannot be replicated.
+        gradient_dtype: in which gradients of rows travel to servers, rounded by chance: "bfloat16", "float16" (which
+            cuts those beyond 65,504 to that), or "int8" with a scale for each row; None for as they are computed.
         hash: "blake2b" for a table whose ids are texts, of which modules make ids by that hash, see
             `steepest.tables.text_ids`; a checkpoint names it. Tensors of integers are taken for hashes.
         default: the values of an id that has no row and gets none with the present batch: in evaluations,
@@ -86,6 +90,7 @@ class Table:
     memory_bytes: int | None = None
     num_embeddings: int | None = None
     replicate: bool | None = None
+    gradient_dtype: str | None = None
     hash: str | None = None
 
     def __post_init__(self) -> None:
@@ -133,6 +138,10 @@ class Table:
             return f"has {', '.join(plain) or 'evict'}, for rows that come and go"
         if not self.trainable:
             return "is not trainable"
+        if self.gradient_dtype is not None:
+            return (
+                f"has gradient_dtype={self.gradient_dtype!r}, for what is pushed to servers of rows"
+            )
         if self.dtype not in ("float32", "float64") or self.slots_dtype is not None:
             return f"has dtype={self.dtype!r} and slots_dtype={self.slots_dtype!r}: weights are of float32 or float64"
         return ""
@@ -180,6 +189,13 @@ class Table:
             raise ConfigurationError(
                 f"dtype={self.dtype!r} of table {self.name!r}: give one of {', '.join(map(repr, DTYPES))}"
             )
+        if self.gradient_dtype not in (None, *_GRADIENT_DTYPES) or (
+            self.gradient_dtype is not None and self.dtype == "float64"
+        ):
+            raise ConfigurationError(
+                f"gradient_dtype={self.gradient_dtype!r:.80} of table {self.name!r} of {self.dtype}: give one of "
+                f"{', '.join(map(repr, _GRADIENT_DTYPES))}, or None; a float64 table's gradients travel as they are"
+            )
         if self.slots_dtype not in (None, "bfloat16") or (
             self.slots_dtype is not None and self.dtype == "float64"
         ):
@@ -222,12 +238,13 @@ class Table:
 
 
 #: What the tables of a group have in common.
-_Kind = tuple[int, str, "str | None", RowOptimizer, "str | None"]
+_Kind = tuple[int, str, "str | None", RowOptimizer, "str | None", "str | None"]
 
 
 def _kind(table: Table) -> _Kind:
     alone = None if table.directory is None else table.name
-    return table.dim, table.dtype, table.slots_dtype, table.optimizer, alone
+    sent = table.gradient_dtype
+    return table.dim, table.dtype, table.slots_dtype, table.optimizer, sent, alone
 
 
 def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
@@ -241,7 +258,7 @@ def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
         )
     if len({_kind(table) for table in group}) > 1:
         raise ConfigurationError(
-            "tables of one group have one dimension, dtype and optimizer: split them by `groups`"
+            "tables of one group have one dimension, dtype, optimizer and gradient_dtype: split them by `groups`"
         )
     return group
 

@@ -65,11 +65,9 @@ def load(path: Path) -> People:
     return People(torch.tensor(ids), torch.tensor(numbers), torch.tensor(labels))
 
 
-def tables() -> dict[str, Table]:
-    return {
-        name: Table(name=name, dim=8, optimizer=Adagrad(lr=1e-2), initial=Uniform(-0.01, 0.01))
-        for name in TEXTS
-    }
+def tables(gradient_dtype: str | None = None) -> dict[str, Table]:
+    how = {"optimizer": Adagrad(lr=1e-2), "initial": Uniform(-0.01, 0.01)}
+    return {name: Table(name, 8, gradient_dtype=gradient_dtype, **how) for name in TEXTS}
 
 
 class Dense(nn.Module):
@@ -152,3 +150,20 @@ def test_wide_and_deep_on_adult_reaches_the_published_auc_and_is_as_good_as_torc
     ours = trained(network, train, test, rows.step)
     assert ours > PUBLISHED - 0.002
     assert abs(ours - theirs) < 0.0005
+
+
+@pytest.mark.long
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_gradients_of_rows_in_fewer_bytes_reach_the_same_auc(dtype: str) -> None:
+    folder = data_directory()
+    if folder is None or not (folder / "adult").exists():
+        pytest.skip("needs Adult in STEEPEST_DATA")
+    train, test = load(folder / "adult" / "adult.data"), load(folder / "adult" / "adult.test")
+    areas = []
+    for each in (None, dtype):
+        network = Network(EmbeddingCollection(tables(each)))
+        rows = LocalRows(tables_of(network))
+        connect(network, rows)
+        areas.append(trained(network, train, test, rows.step))
+    assert abs(areas[1] - areas[0]) < 0.001

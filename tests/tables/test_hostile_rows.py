@@ -18,7 +18,7 @@ from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
 from steepest.tables.hashing import shard_of
-from steepest.tables.push_form import PushForm
+from steepest.tables.push_form import Chance, PushForm
 from steepest.tables.spread import Spread
 from steepest.testing import InProcessCluster
 from tests.fuzzing import copied, processes
@@ -110,7 +110,9 @@ def pushed(change: Change) -> Callable[[Message], Message | None]:
             return None
         found = copied(message)
         rows, *others = form().unpack(as_tensor(clone(message.payload)).numpy())
-        packed = form().pack([change(rows), *others], lambda size: np.empty(size, np.uint8))
+        packed = form().pack(
+            [change(rows), *others], lambda size: np.empty(size, np.uint8), Chance(0, 0)
+        )
         found.payload = torch.from_numpy(packed)
         return found
 

@@ -16,8 +16,9 @@ from steepest.core.messages.message import Kind, Message
 from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, added, weighted
-from steepest.tables.push_form import GroupForm, PushForm
+from steepest.tables.push_form import Chance, GroupForm, PushForm
 from steepest.tables.spread import Spread
+from steepest.tables.table import Table
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained
@@ -209,11 +210,11 @@ def test_the_rows_of_a_server_are_one_push_whatever_groups_and_shards_it_has() -
 
 @pytest.mark.parametrize("wrong", ["size", "negative", "shard", "twice"])
 def test_a_push_of_rows_that_makes_no_sense_is_refused(wrong: str) -> None:
-    groups = [GroupForm(3, "float32", False), GroupForm(1, "float64", True)]
-    form = PushForm(groups)
+    tables = Table("a", 3), Table("b", 1, dtype="float64", ttl="1d")
+    form = PushForm([GroupForm([table], 0) for table in tables])
     one = RowGradients(*(np.arange(n, dtype=t) for n, t in ((5, np.int32), (5, np.int64))),
                        np.ones((5, 3), np.float32), np.ones(5, np.int32))  # fmt: skip
-    packed = form.pack([one, None], lambda size: np.empty(size, np.uint8))
+    packed = form.pack([one, None], lambda size: np.empty(size, np.uint8), Chance(0, 0))
     assert form.fits(len(packed))
     assert [len(part) for part in form.unpack(packed)] == [5, 0]
     assert form.unpack(packed)[0].pack().tobytes() == one.pack().tobytes()

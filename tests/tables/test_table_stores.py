@@ -20,6 +20,7 @@ from steepest.extensions import EXTENSIONS
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients
 from steepest.tables.initial import Uniform
+from steepest.tables.push_form import Chance
 from steepest.tables.row_optimizers import Adagrad
 from tests.chunk_store_contract import ChunkStoreContract
 from tests.table_tasks import table_task
@@ -48,7 +49,7 @@ class TestShard(ChunkStoreContract):
         values = np.full((3, DIM), value, np.float32)
         rows = RowGradients(np.zeros(3, np.int32), ids, values, ones)
         return torch.from_numpy(
-            self.dealing.push_form.pack([rows], lambda n: np.empty(n, np.uint8))
+            self.dealing.push_form.pack([rows], lambda n: np.empty(n, np.uint8), Chance(0, 0))
         )
 
 
