@@ -1,4 +1,4 @@
-"""Checkpoints in one directory: which there are, which are whole, and which stay."""
+"""The checkpoints in one directory: lists, writes and deletes them."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def since_cursor(cursor: str) -> ExportedTable:
 
 
 def _is_place(place: object) -> bool:
-    """Return whether a value is an instant, as `ExportedTable.place` has it."""
+    """Return whether a value has the form of `ExportedTable.place`."""
     return isinstance(place, (list, tuple)) and all(
         isinstance(each, (list, tuple)) and [*map(type, each)] == [int, int, int] for each in place
     )

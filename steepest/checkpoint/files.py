@@ -52,11 +52,11 @@ _COMMIT = re.compile(rf"\.{re.escape(MANIFEST)}-(\d+-[0-9a-f]{{8}})", re.ASCII)
 
 
 class UnreachableError(CheckpointError):
-    """A checkpoint may be whole, but its object store has not answered."""
+    """The object store of a checkpoint, which may be whole, has not answered."""
 
 
 class DamagedRowsError(CheckpointError):
-    """A checkpoint's rows are damaged, or not there; nothing of it was restored."""
+    """A checkpoint's rows are damaged or missing; nothing of it was restored."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RowParts(Protocol):
     written: list[dict[str, Any]]
 
     def write_into(self, folder: StoragePlace, stamp: str) -> None:
-        """Have those who hold rows write them to files ``tables-STAMP-...`` in a folder, where they can.
+        """Ask servers to write their rows to files ``tables-STAMP-...`` in a folder if they reach it.
 
         By default nobody does.
         """
@@ -135,7 +135,7 @@ class RowParts(Protocol):
         """
 
     def about(self) -> dict[str, Any]:
-        """Return what is known of the checkpoint when all parts have come, see `Checkpoint.about`."""
+        """Return the rows' entries of `Checkpoint.about`, when all parts have come."""
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_pr
 
 
 def _absolute(path: StoragePlace) -> StoragePlace:
-    """Return a place as processes know it whose working directories are others."""
+    """Return a place that means the same in processes with other working directories."""
     return path.absolute() if isinstance(path, Path) else path
 
 
@@ -531,7 +531,7 @@ def _of_bases(
 
 
 def read_apart(path: StoragePlace) -> Checkpoint:
-    """Return the checkpoint at a path without its rows of tables; `saved_rows` says where they lie.
+    """Return the checkpoint at a path without its rows of tables, of which `saved_rows` has the files.
 
     Raises:
         CheckpointError: as `read`, but for the files of rows.
@@ -592,7 +592,7 @@ def about(path: StoragePlace) -> dict[str, Any]:
 
 
 def base_of(about: Mapping[str, Any]) -> BaseLink | None:
-    """Return the checkpoint that one continues; None if it is whole by itself."""
+    """Return the checkpoint that an increment continues; None for a whole checkpoint."""
     base = about.get("base")
     return None if base is None else BaseLink(**base)
 

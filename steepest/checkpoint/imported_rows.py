@@ -64,7 +64,7 @@ def imported_rows(table: Table, rows: Any) -> ImportedRows:
 def load_with_imported(
     shard: TableShard, before: TableShard, number: int, rows: ImportedRows
 ) -> int:
-    """Load a shard's rows into another one, with rows of a user's in place of those of their ids.
+    """Load a shard's rows into another shard, with imported rows in place of those of the same ids.
 
     Their slots begin anew, and ids that filters have counted are admitted.
 

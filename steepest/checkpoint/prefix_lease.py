@@ -113,7 +113,7 @@ class PrefixLease:
             self._renewed = began
 
     def release(self) -> None:
-        """Let another driver have the lease at once; may be called twice."""
+        """Release the lease, so that another driver can take it at once; a second call does nothing."""
         if self._ended.is_set():
             return
         with self._renewing:
@@ -133,7 +133,7 @@ class PrefixLease:
                 log.warning("the lease on %s is not renewed: %s", self._folder, error)
 
     def _take(self) -> int:
-        """Return the lease's number, when this driver has it; CheckpointError: another has."""
+        """Take the lease and return its number; CheckpointError: another driver has it."""
         # OSError: the store is out of use.
         newest = self._newest()
         while newest is not None and not _is_free(newest[1]):

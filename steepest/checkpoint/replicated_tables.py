@@ -40,7 +40,7 @@ class _SavedTable(NamedTuple):
 
 
 def replicated_tables(spec: OptimizerSpec) -> dict[str, tuple[str, Table]]:
-    """Return the tables that workers hold, by name: each with the name of the parameter that has its rows."""
+    """Map each table that workers hold, by name, to the parameter with its rows, and the table."""
     of_tables = [(each, rule) for each, rule in spec.ruled if isinstance(rule, OfTable)]
     return {rule.table.name: (parameter, rule.table) for parameter, rule in of_tables}
 
@@ -54,7 +54,7 @@ def described_replicated(spec: OptimizerSpec) -> list[list[Any]]:
 
 
 def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | None) -> Checkpoint:
-    """Return a checkpoint with each table where a job has it: among weights, or among rows of servers.
+    """Return a copy of a checkpoint with each table where the job holds it: among weights, or among servers' rows.
 
     Rows and slots stay; slots of another optimizer begin anew, and so do tables, and rows of a table that has
     become longer, that the checkpoint has not.

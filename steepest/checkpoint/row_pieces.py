@@ -105,7 +105,7 @@ def rows_of_table(saved: CheckpointRows, table: Described, read: Reader) -> Iter
 
 
 class NewerIds:
-    """The ids of so many tables of which newer rows, or their removal, have been seen."""
+    """The ids whose rows in older layers are outdated: a newer layer has the row, or its removal."""
 
     def __init__(self, tables: int) -> None:
         self._tables = tables
@@ -118,7 +118,7 @@ class NewerIds:
         self._keys += [(piece.removed_tables, piece.removed_ids)]
 
     def seal(self) -> None:
-        """Let `older` leave out all that was noted until now."""
+        """Make `older` leave out all ids noted so far."""
         of, ids = (np.concatenate(each) for each in zip(*self._keys, strict=True))
         distinct = Distinct(of, ids)
         self._index = Index(self._tables)
@@ -176,7 +176,7 @@ def _pieces_in(file: SavedFile, shard: int, read: Reader, tables: int) -> Iterat
 
 
 def _lives_on(piece: TableState, pause: int) -> TableState:
-    """Return a piece whose rows' lives end so many seconds later."""
+    """Return a piece with the end of each row's life moved by `pause` seconds."""
     if not pause:
         return piece
     return replace(piece, until=np.where(piece.until > 0, piece.until + pause, piece.until))

@@ -34,7 +34,7 @@ def narrow(values: Floats, dtype: str) -> torch.Tensor:
 
 
 def wide(value: torch.Tensor) -> npt.NDArray[Any]:
-    """Return an array of a state of tables, of which `narrow` may have made a tensor, as it was before.
+    """Return a tensor of a state as an array; undo `narrow`.
 
     Raises:
         ConfigurationError: it is no such tensor.

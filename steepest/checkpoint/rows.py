@@ -34,7 +34,7 @@ def unpushed(
 
 
 def by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
-    """Return the arrays of each shard; CheckpointError: a name is that of no shard."""
+    """Return the arrays of each shard by key; CheckpointError: a name has no shard's number."""
     shards: _Shards = {}
     for name, value in state.items():
         if name.startswith(TABLES):

@@ -1,4 +1,4 @@
-"""What the manifests of a checkpoint say of its rows: which files have them, without reading one."""
+"""Where the rows of a checkpoint lie, by its manifests: no file of rows is read for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from steepest.data.storage.files import open_file, storage_of
 from steepest.data.storage.places import StoragePlace
 from steepest.errors import CheckpointError
 
-#: With which names of tables' shards begin, and no parameter's name.
+#: The prefix of the names of tables' shards; no parameter's name begins with it.
 TABLES = "tables/"
 _PART_BYTES = 16 << 20  # of a file that is sent
 
 
 class ShardMark(NamedTuple):
-    """What a checkpoint says of a shard beside its rows; its fields are in the manifest, in this order."""
+    """The properties of a shard in a checkpoint; the manifest has the fields in this order."""
 
     updates: int  # the version of its rows
     seed: int  # of its first values
@@ -32,7 +32,7 @@ class ShardMark(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Mapping[str, torch.Tensor]) -> ShardMark:
-        """Return that of a shard's arrays; CheckpointError: one is missing."""
+        """Return the mark in a shard's arrays; CheckpointError: the version or the seed is missing."""
         known = {key: arrays[key] for key in cls._fields if key in arrays}
         if not {"updates", "seed"} <= known.keys() or any(v.numel() != 1 for v in known.values()):
             raise CheckpointError("a shard of its tables has no number of updates, or no seed")
@@ -44,11 +44,11 @@ class SavedFile:
     """A file with rows.
 
     Attributes:
-        name: its name in its folder.
-        folder: the checkpoint; None where the file is in the driver's memory.
-        about: what `write_tensors` returned of it.
-        shards: of which it has rows; none where that is not known.
-        data: its bytes, without a folder.
+        name: the name in the folder.
+        folder: the checkpoint's; None for a file in the driver's memory.
+        about: what `write_tensors` returned.
+        shards: the numbers of the shards with rows in it; empty if they are not known.
+        data: the bytes of a file without a folder.
     """
 
     name: str
@@ -69,10 +69,10 @@ class SavedFile:
     def tensors(
         self, note: Callable[[int], object] = lambda count: None
     ) -> dict[str, torch.Tensor]:
-        """Return its tensors; `note` is called with the number of bytes of each block that was read.
+        """Return the file's tensors; `note` is called with the size of each block that was read.
 
         Raises:
-            ValueError, OSError: it is damaged, or not there.
+            ValueError, OSError: the file is damaged or missing.
         """
         if self.folder is None:
             return dict(load(self.data))
@@ -80,19 +80,19 @@ class SavedFile:
             return read_tensors(path, self.about, note)
 
     def parts(self) -> Iterator[npt.NDArray[np.uint8]]:
-        """Yield its bytes, (n,) each, for a process that does not reach its folder; OSError: it cannot be read."""
+        """Yield the file's bytes in blocks of shape (n,), to be sent; OSError: it cannot be read."""
         if self.folder is None:
             yield np.frombuffer(self.data, np.uint8)
             return
-        found = storage_of(self.folder).on_disk(self.folder / self.name)
-        with found as path, open_file(path) as file:
+        copy = storage_of(self.folder).on_disk(self.folder / self.name)
+        with copy as path, open_file(path) as file:
             while part := file.read(_PART_BYTES):
                 yield np.frombuffer(part, np.uint8)
 
 
 @dataclass(frozen=True)
 class RowLayer:
-    """The rows that one checkpoint has: all, or what has changed since the one that it continues."""
+    """The rows in one checkpoint's files: all, or those that changed since the checkpoint that it continues."""
 
     files: tuple[SavedFile, ...]
     marks: tuple[ShardMark, ...]  # by shard
@@ -103,9 +103,10 @@ class CheckpointRows:
     """The rows of a checkpoint.
 
     Attributes:
-        tables: the description of its tables, see `Dealing.description`.
-        layers: the newest first; each but the last has changes since the next.
-        now: the time at which rows' lives go on, in seconds since the epoch; None for where they stood.
+        tables: the tables' descriptions, see `Dealing.description`.
+        layers: the newest first; each but the last has the changes since the next.
+        now: the time of the restore in seconds since the epoch: the time since the checkpoint is no part of a row's
+            time to live. None to leave lives as they are.
     """
 
     tables: Sequence[Sequence[Any]]
@@ -114,7 +115,7 @@ class CheckpointRows:
 
     @property
     def marks(self) -> tuple[ShardMark, ...]:
-        """The newest of each shard; none of a checkpoint without rows."""
+        """The marks of the newest layer, by shard; empty without rows."""
         return self.layers[0].marks if self.layers else ()
 
     @property
@@ -130,7 +131,7 @@ class CheckpointRows:
     def with_group(
         self, tables: Sequence[Sequence[Any]], arrays: Sequence[Mapping[str, torch.Tensor]]
     ) -> CheckpointRows:
-        """Return the same with a further group, given by the arrays of its shards; `tables` describe it, too."""
+        """Return a copy with another group, made of its shards' arrays; `tables` describe all groups."""
         first = len(self.marks)
         named = {
             f"{TABLES}{first + at}/{key}": value
@@ -139,8 +140,8 @@ class CheckpointRows:
         }
         shards = tuple(range(first, first + len(arrays)))
         data = save(named)
-        about = {"sha256": hashlib.sha256(data).hexdigest(), "dtypes": {}}
-        file = SavedFile(f"group-{first}.safetensors", None, about, shards, data)
+        checks = {"sha256": hashlib.sha256(data).hexdigest(), "dtypes": {}}
+        file = SavedFile(f"group-{first}.safetensors", None, checks, shards, data)
         newest = self.layers[0] if self.layers else RowLayer((), ())
         marks = (*newest.marks, *map(ShardMark.of, arrays))
         return replace(
@@ -148,12 +149,12 @@ class CheckpointRows:
         )
 
     def require_sound(self, path: object) -> None:
-        """Check that layers continue each other, and have the same shards; CheckpointError names `path` otherwise."""
+        """Check that layers have the same shards and continue each other; CheckpointError names `path` otherwise."""
         if (odd := self._odd()) is not None:
             raise CheckpointError(f"damaged checkpoint at {path}: {odd}")
 
     def _odd(self) -> str | None:
-        """Return in words why the rows are none of a checkpoint; None if they are."""
+        """Return what contradicts, in words, or None."""
         marks = self.marks
         if any(len(layer.marks) != len(marks) for layer in self.layers):
             return "it has other shards of tables than the one that it continues"
@@ -169,12 +170,12 @@ class CheckpointRows:
 
 
 def shards_in(names: Iterable[str]) -> tuple[int, ...]:
-    """Return the numbers of the shards of which names are; CheckpointError: one is of no shard."""
-    found = set()
+    """Return the numbers of the shards that tensors' names begin with; CheckpointError: a name has no number."""
+    numbers = set()
     for name in names:
         if name.startswith(TABLES):
             number = name.removeprefix(TABLES).partition("/")[0]
             if not number.isdecimal():
                 raise CheckpointError(f"it has {name!r:.80}, which is of no shard of tables")
-            found.add(int(number))
-    return tuple(sorted(found))
+            numbers.add(int(number))
+    return tuple(sorted(numbers))

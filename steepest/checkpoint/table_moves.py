@@ -1,4 +1,4 @@
-"""Where the embedding tables of a checkpoint are in a job whose tables are others, by their names."""
+"""Maps the embedding tables of a checkpoint to those of a job, by their names."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class TableModel(Protocol):
     tables: tuple[Table, ...]
 
     def use_rows(self, source: RowSource) -> None:
-        """Have the modules pull rows from a source from now on, and push gradients to it."""
+        """Make the modules pull rows from a source and push gradients to it."""
 
     def table_ids(self, batch: Any) -> Any:
         """Return where the ids of a batch that are looked up are searched for: in the batch, by default."""
@@ -69,7 +69,7 @@ class RowCompanion(Companion):
         load: Callable[[Place], Any],
         places: Callable[[int], list[Place]],
     ) -> None:
-        """Have models use the rows of this worker."""
+        """Make models use the rows of this worker."""
         self._models = tuple(cast(TableModel, model) for model in models)
         self._load, self._places = load, places
         for model in self._models:
@@ -144,7 +144,7 @@ class RowCompanion(Companion):
 
     @contextlib.contextmanager
     def rehearsal(self, model: Model) -> Iterator[None]:
-        """Have a model use rows of its own meanwhile, as its tables begin."""
+        """Make a model use rows of its own in a block, which begin as its tables do."""
         with_rows = cast(TableModel, model)
         with_rows.use_rows(LocalRows(with_rows.tables))
         try:

@@ -58,7 +58,7 @@ class ExchangeWithRows(ExchangeAround):
         self.rows.delayed.is_last = is_last
 
     def logged(self) -> Sequence[Any]:
-        """Return with which versions of rows the gradient was computed, and whose rows' gradients it has."""
+        """Return what a replay needs to know of the gradient, see `RowsOfPush`; nothing if it needs nothing."""
         return self.rows.logged()
 
     def left_out(self) -> None:

@@ -186,7 +186,7 @@ class TableModule(nn.Module):
         return {name: rows for name, rows in found.items() if rows is not None}
 
     def drop_held(self) -> None:
-        """Have no such parameters."""
+        """Do nothing: there are no such parameters."""
         for name in self._held.values():
             del self._parameters[name]
         self._held = {}
@@ -307,7 +307,7 @@ def connect(module: nn.Module, source: Source) -> Source: ...
 
 
 def connect(module: nn.Module, source: Any = None) -> Any:
-    """Let the embeddings of a module use rows, for a loop of one's own in one process.
+    """Connect a module's embeddings to rows, for a loop of one's own in one process.
 
     `TorchModel` does so by itself.
 

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowsWanted:
-    """What a process is to read.
+    """A request to read the rows of a process' shards.
 
     Attributes:
-        number: of the restore.
-        chunks: the shards that its servers hold, each as often as they hold it.
-        dealing: of the job's tables.
-        saved: where the rows lie.
-        dealt: whether rows of a shard may be in other shards of the checkpoint.
+        number: the restore's.
+        chunks: the shards that the process' servers hold, once for each server that does.
+        dealing: how the job's tables are dealt into shards.
+        saved: the files of the checkpoint's rows.
+        dealt: True to look for rows of a shard in all shards of the checkpoint, False in the one of its number.
     """
 
     number: int
@@ -51,10 +51,14 @@ class RowsWanted:
 
 
 class RowsRead(NamedTuple):
-    """What a process answers.
+    """A process' answer to `RowsWanted`.
 
-    `lacks`: the files that it cannot reach; `elsewhere`: whether rows are in other shards than they were; `damaged`,
-    `silent` (of an object store that does not answer), `unfit`: why nothing was made, in words, or "".
+    Attributes:
+        lacks: the names of the files that the process cannot reach.
+        elsewhere: whether the checkpoint's shards have rows of other shards of the job.
+        damaged: why a file cannot be used, or "".
+        silent: why an object store did not answer, or "".
+        unfit: why the job's tables cannot have these rows, or "".
     """
 
     lacks: Sequence[str] = ()
@@ -66,29 +70,29 @@ class RowsRead(NamedTuple):
 
 @runtime_checkable
 class HoldsRows(Protocol):
-    """A shard on its server."""
+    """A server's shard of tables."""
 
     chunk: Chunk
     rows: TableShard
 
     def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
-        """Return a copy with rows for a table, and how many others they replace; ConfigurationError: no room."""
+        """Return a copy with imported rows of a table, and how many rows they replace; ConfigurationError: no room."""
 
 
 class _ElsewhereError(Exception):
-    """Rows are in other shards than they were."""
+    """A shard of the checkpoint has rows of another shard of the job."""
 
 
 @dataclass
-class _Given:
-    """Files that the driver has sent, and the bytes that were read of all files.
+class _Received:
+    """The files that the driver has sent for one restore, and the shards made of these and others.
 
-    The files have no names on this machine's disk: they are gone with the process, however it ends.
+    The files have no names on this machine's disk, so that none outlives the process.
 
     Attributes:
-        files: the descriptor of each by its name.
-        shards: that were made, by chunk.
-        nbytes: that were read.
+        files: maps each file's name to its descriptor.
+        shards: maps each chunk to the shards made for it.
+        nbytes: the bytes read so far, of all files.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -105,28 +109,28 @@ class _Given:
         self.nbytes += len(data)
 
     def path(self, name: str) -> Path:
-        """Return by what a file can be opened."""
+        """Return a path that opens a file."""
         return Path(f"/proc/self/fd/{self.files[name]}")
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files, which deletes them."""
         for descriptor in self.files.values():
             os.close(descriptor)
 
 
 class RestoredShards:
-    """The shards that one process has made, by the number of the restore; any thread may use it."""
+    """The shards that one process has made for each restore; any thread may use it."""
 
     def __init__(self) -> None:
-        self._made: dict[int, _Given] = {}
+        self._made: dict[int, _Received] = {}
         self._lock = system().lock()
 
-    def _of(self, number: int) -> _Given:
+    def _of(self, number: int) -> _Received:
         with self._lock:
-            return self._made.setdefault(number, _Given())
+            return self._made.setdefault(number, _Received())
 
     def take_file(self, number: int, name: str, data: Any) -> None:
-        """Keep bytes of a file that the driver sends; ResourcesError: the disk has no room."""
+        """Append bytes to a file that the driver sends; ResourcesError: the disk has no room."""
         try:
             self._of(number).take(name, data)
         except OSError as error:
@@ -137,22 +141,22 @@ class RestoredShards:
             ) from error
 
     def nbytes(self, number: int) -> int:
-        """Return how many bytes were read until now."""
+        """Return the number of bytes read so far for a restore."""
         return self._of(number).nbytes
 
     def read(self, wanted: RowsWanted) -> RowsRead:
-        """Make the shards; ResourcesError: memory or a disk has no room for them."""
-        given = self._of(wanted.number)
-        given.shards.clear()
+        """Make the shards that a request names; ResourcesError: memory or a disk has no room for them."""
+        received = self._of(wanted.number)
+        received.shards.clear()
         try:
             for chunk in wanted.chunks:
-                given.shards.setdefault(chunk, [])
+                received.shards.setdefault(chunk, [])
             needed = _needed(wanted)
-            if lacks := _out_of_reach(needed, given.files):
+            if lacks := _out_of_reach(needed, received.files):
                 return RowsRead(lacks=lacks)
-            read = _FilesAhead(given, needed)
+            read = _FilesAhead(received, needed)
             for group in sorted(set(map(wanted.dealing.group_of, wanted.chunks))):
-                _read_group(wanted, group, read, given.shards)
+                _read_group(wanted, group, read, received.shards)
         except _ElsewhereError:
             return RowsRead(elsewhere=True)
         except StorageError as error:
@@ -170,13 +174,16 @@ class RestoredShards:
         name: str,
         rows: Mapping[int, ImportedRows | None],
     ) -> dict[int, int]:
-        """Make copies of shards that servers hold, with rows for a table; return by chunk how many others they replace.
+        """Copy the shards that servers hold, with imported rows of a table.
 
         Args:
-            number: of the restore.
-            held: by servers.
-            name: of the table.
-            rows: by chunk; None for a shard that stays as it is.
+            number: the restore's.
+            held: the servers' chunks; those without rows are ignored.
+            name: the table's.
+            rows: maps each chunk to its imported rows, or to None to keep the shard.
+
+        Returns:
+            For each chunk with imported rows, how many rows they replace.
 
         Raises:
             ConfigurationError: the table has no room for them.
@@ -191,16 +198,16 @@ class RestoredShards:
         return replaced
 
     def take(self, number: int, chunk: int) -> TableShard | None:
-        """Return a shard, for a server to have it; None if there is none."""
+        """Remove and return a shard that was made for a chunk; None if there is none left."""
         shards = self._of(number).shards.get(chunk, [])
         return shards.pop() if shards else None
 
     def has(self, number: int, chunk: int) -> bool:
-        """Return whether there is a shard."""
+        """Return whether a shard is left for a chunk."""
         return bool(self._of(number).shards.get(chunk))
 
     def drop(self, number: int) -> None:
-        """Forget what was made and read."""
+        """Forget the shards and files of a restore."""
         with self._lock:
             made = self._made.pop(number, None)
         if made is not None:
@@ -212,13 +219,13 @@ class _UnfitError(Exception):
 
 
 class _DamagedError(Exception):
-    """A file is damaged, or not there."""
+    """A file is damaged or missing."""
 
 
 def _read_group(
     wanted: RowsWanted, group: int, read: _FilesAhead, made: Mapping[int, list[TableShard]]
 ) -> None:
-    """Make the shards of one group: each piece that is read is dealt to those of them that have rows of it."""
+    """Make the shards of one group of tables; each piece is dealt to the shards that its rows belong to."""
     from steepest.checkpoint.row_pieces import mark_for, pieces_for  # need what only tables need
     from steepest.tables.loading import dealt
     from steepest.tables.state_checks import require_possible
@@ -255,16 +262,16 @@ def _read_group(
 
 
 def _is_one_by_one(wanted: RowsWanted, group: int) -> bool:
-    """Return whether each shard of a group has the rows that one of the checkpoint had, as far as that can be told."""
+    """Return whether each shard of a group may have the rows of one shard of the checkpoint."""
     same = TableMoves(wanted.saved.tables, wanted.dealing).same(group)
     alike = same is not None and wanted.saved.shards == wanted.dealing.num_shards
     return alike and not wanted.dealt
 
 
 def _needed(wanted: RowsWanted) -> list[SavedFile]:
-    """Return the files that have rows of the shards, in the order in which they are read first."""
+    """Return the files with rows of the wanted shards, in reading order."""
     dealing, saved = wanted.dealing, wanted.saved
-    moves, found = TableMoves(saved.tables, dealing), dict[str, SavedFile]()
+    moves, needed = TableMoves(saved.tables, dealing), dict[str, SavedFile]()
     for group in sorted(set(map(dealing.group_of, wanted.chunks))):
         mine = {
             dealing.shard_of(chunk) for chunk in wanted.chunks if dealing.group_of(chunk) == group
@@ -273,50 +280,50 @@ def _needed(wanted: RowsWanted) -> list[SavedFile]:
         for old in moves.numbers(group):
             for at in sorted(mine) if alike else range(saved.shards):
                 number = old * saved.shards + at
-                found |= {
+                needed |= {
                     file.key: file
                     for layer in saved.layers
                     for file in layer.files
                     if file.has(number)
                 }
-    return list(found.values())
+    return list(needed.values())
 
 
-def _out_of_reach(needed: Iterable[SavedFile], given: Collection[str]) -> list[str]:
-    """Return those of some files that cannot be reached from here."""
+def _out_of_reach(needed: Iterable[SavedFile], received: Collection[str]) -> list[str]:
+    """Return the names of the files that this process can neither reach nor was sent."""
     folders = {file.folder for file in needed}
     away = {folder for folder in folders if folder is None or not reaches(folder / MANIFEST)}
-    return [file.name for file in needed if file.folder in away and file.name not in given]
+    return [file.name for file in needed if file.folder in away and file.name not in received]
 
 
 class _FilesAhead:
-    """Files of checkpoints, each read and checked once, on a thread: while one is used, the next one is read.
+    """A reader of a checkpoint's files that reads and verifies the next file on a thread while one is used.
 
     Args:
-        given: that the driver has sent; takes the number of bytes read.
-        order: in which files are asked for first.
+        received: the files that the driver has sent; counts the bytes read.
+        order: the files in reading order.
     """
 
-    def __init__(self, given: _Given, order: Sequence[SavedFile]) -> None:
-        self._given, self._left = given, list(reversed(order))
+    def __init__(self, received: _Received, order: Sequence[SavedFile]) -> None:
+        self._received, self._left = received, list(reversed(order))
         self._read: dict[str, Future[dict[str, torch.Tensor]]] = {}
 
     def __call__(self, file: SavedFile) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a file."""
+        """Return the tensors of a file, which is read once."""
         while file.key not in self._read:
             self._begin()
         try:
-            found = system().result(self._read[file.key])
+            tensors = system().result(self._read[file.key])
         except StorageError:
             raise
         except (OSError, ValueError) as error:
             raise _DamagedError(f"{file.name}: {error}") from error
         if self._left and all(read.done() for read in self._read.values()):
             self._begin()
-        return found
+        return tensors
 
     def _begin(self) -> None:
-        """Begin to read the next file."""
+        """Start to read the next file."""
         file, read = self._left.pop(), Future[dict[str, torch.Tensor]]()
         self._read[file.key] = read
 
@@ -329,12 +336,12 @@ class _FilesAhead:
         system().start(fill, "steepest-rows")
 
     def _tensors(self, file: SavedFile) -> dict[str, torch.Tensor]:
-        if file.name in self._given.files:
-            return read_tensors(self._given.path(file.name), file.about)
+        if file.name in self._received.files:
+            return read_tensors(self._received.path(file.name), file.about)
         return file.tensors(self._note)
 
     def _note(self, count: int) -> None:
-        self._given.nbytes += count
+        self._received.nbytes += count
 
 
 def reaches(file: StoragePlace) -> bool:

@@ -314,7 +314,7 @@ class RowExchange(RowCollector):
         return [f"rows of {listed(map(server_peer, sorted(servers)))}"] if servers else []
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return the memory for rows that arrive; None to drop those that nobody awaits."""
+        """Return the memory for arriving rows; None to drop rows that no look-up awaits."""
         return where_lent(message, size) if message.sequence in self._awaited else None
 
     def receive(self, source: Peer, message: Message) -> None:

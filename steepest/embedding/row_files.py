@@ -1,4 +1,4 @@
-"""Snapshots of rows in files of a process: those of its own shards, and copies of others' that it keeps for them.
+"""Keeps snapshots of rows in files of a process: of its own shards, and copies for others.
 
 A snapshot has a number. Of a shard it is a sequence of pieces, as `TableChunk.pieces` yields them: records, each a
 description and bytes. In place of a piece the driver is sent a record with the key `ON_DISK`, which stands for it in
@@ -55,42 +55,42 @@ class _RowFile:
         return self.count == len(self._pieces)
 
     def write(self, number: int, piece: PackedPiece) -> int:
-        """Write a piece, after all others; return its bytes. ResourcesError: there is no room for it."""
+        """Append a piece, and return its size in bytes; ResourcesError: the disk has no room."""
         size = sum(len(array) + _ALIGNED for _, array in piece)
         with self._lock:
             begin, self._end = self._end, self._end + size
-        found = []
+        entries = []
         try:
-            for about, array in piece:
+            for description, array in piece:
                 begin += -begin % _ALIGNED
                 view, at = memoryview(array.data), begin
                 while view:
                     written = os.pwrite(self._file, view, at)
                     view, at = view[written:], at + written
-                found.append((about, begin, len(array)))
+                entries.append((description, begin, len(array)))
                 begin = at
         except OSError as error:
             raise self._failed(error, size) from error
-        self._pieces[number] = found
+        self._pieces[number] = entries
         return size
 
     def read(self, number: int) -> PackedPiece:
         """Return a piece."""
         return [
-            (about, np.frombuffer(os.pread(self._file, size, begin), np.uint8))
-            for about, begin, size in self._pieces[number]
+            (description, np.frombuffer(os.pread(self._file, size, begin), np.uint8))
+            for description, begin, size in self._pieces[number]
         ]
 
     def records(self) -> Iterator[Records]:
-        """Yield the pieces in order; what is not changed lies in the file, and is read when it is used."""
+        """Yield the pieces in order; their arrays are mapped, and read from the file when they are used."""
         if not self._end:
             return
         os.ftruncate(self._file, self._end)
         mapped = mmap.mmap(self._file, self._end, flags=mmap.MAP_PRIVATE)
         for number in sorted(self._pieces):
             yield [
-                (about, state_tensor(about, _tensor(mapped, begin, size)))
-                for about, begin, size in self._pieces[number]
+                (description, state_tensor(description, _tensor(mapped, begin, size)))
+                for description, begin, size in self._pieces[number]
             ]
 
     def _failed(self, error: OSError, wanted: int) -> ResourcesError:
@@ -109,17 +109,19 @@ def _tensor(mapped: mmap.mmap, begin: int, size: int) -> torch.Tensor | None:
 
 
 def packed(records: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> PackedPiece:
-    """Return records as they lie in a file."""
-    found: PackedPiece = []
-    for about, value in records:
-        fields = state_fields(about, value)
+    """Return records in the form of files and messages."""
+    fields_and_bytes: PackedPiece = []
+    for description, value in records:
+        fields = state_fields(description, value)
         payload = fields.pop("payload")
-        found.append((fields, np.empty(0, np.uint8) if payload is None else payload.numpy()))
-    return found
+        fields_and_bytes.append(
+            (fields, np.empty(0, np.uint8) if payload is None else payload.numpy())
+        )
+    return fields_and_bytes
 
 
 class RowFiles:
-    """The snapshots of rows that one process keeps; any thread may use it."""
+    """The snapshots of rows in one process' files; any thread may use it."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], _RowFile] = {}  # by snapshot and chunk
@@ -128,14 +130,14 @@ class RowFiles:
 
     def _file(self, number: int, chunk: int, directory: str) -> _RowFile:
         with self._lock:
-            if (found := self._files.get((number, chunk))) is None:
-                found = self._files[number, chunk] = _RowFile(directory)
-            return found
+            if (file := self._files.get((number, chunk))) is None:
+                file = self._files[number, chunk] = _RowFile(directory)
+            return file
 
     def written(
         self, number: int, chunk: int, directory: str, pieces: Iterable[Records]
     ) -> Iterator[Records]:
-        """Write the pieces of a shard as they are drawn; yield in place of each a record that stands for it.
+        """Write each piece of a shard as it is drawn, and yield a record that stands for it.
 
         Raises:
             ResourcesError: the directory has no room, or takes no files.
@@ -143,13 +145,15 @@ class RowFiles:
         file, count = self._file(number, chunk, directory), 0
         for piece in pieces:
             size = file.write(count, packed(piece))
-            about = {"name": piece[0][0]["name"], "key": ON_DISK, "plain": False}
-            yield [(about | {"start": count, "stop": count + 1}, torch.tensor([[number, size]]))]
+            description = {"name": piece[0][0]["name"], "key": ON_DISK, "plain": False}
+            yield [
+                (description | {"start": count, "stop": count + 1}, torch.tensor([[number, size]]))
+            ]
             count += 1
         file.count = count
 
     def whole(self, number: int) -> dict[int, int]:
-        """Return the chunks whose rows are here in a snapshot, and the number of pieces of each."""
+        """Map each chunk that a snapshot has here as a whole to its number of pieces."""
         with self._lock:
             files = list(self._files.items())
         return {
@@ -163,7 +167,7 @@ class RowFiles:
     def take(
         self, number: int, chunk: int, at: int, count: int, directory: str, piece: PackedPiece
     ) -> None:
-        """Keep one of `count` pieces of another process' shard; ResourcesError as for `written`."""
+        """Keep one of `count` pieces of another process' shard; ResourcesError: as `written`."""
         file = self._file(number, chunk, directory)
         file.write(at, piece)
         file.count = count
@@ -179,25 +183,25 @@ class RowFiles:
 
 
 def snapshot_of(records: Sequence[torch.Tensor]) -> int:
-    """Return the number of the snapshot for whose pieces some records stand."""
+    """Return the number of the snapshot that records stand for."""
     return int(records[0].reshape(-1, 2)[0, 0])
 
 
 @runtime_checkable
 class KeepsSnapshots(Protocol):
-    """A server's service that may keep snapshots in files."""
+    """A service that keeps snapshots of rows in files."""
 
     def use_files(self, files: RowFiles, call: OnRouter | None) -> None:
-        """Keep them in these, and find them there; `call` has a function run on the server's thread."""
+        """Keep and find snapshots in these files; `call` runs a function on the server's thread."""
 
 
 def use_row_files(server: Server, files: RowFiles, call: OnRouter | None) -> None:
-    """Have a server keep snapshots of its rows, if it has any, in files of this process.
+    """Have a server with rows keep their snapshots in files of this process.
 
     Args:
         server: in this process.
-        files: for snapshots.
-        call: has a function run on the server's thread, when others have read for it; None where no others may.
+        files: the process' files.
+        call: runs a function on the server's thread; None to read and write on that thread itself.
     """
     service = server.service
     if isinstance(service, KeepsSnapshots):

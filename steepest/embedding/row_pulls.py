@@ -112,7 +112,7 @@ class RowPulls:
             self._answer_in_time(source, self._checked(pull), at)
 
     def answer(self, at: Key) -> None:
-        """Answer the pulls whose version is here now."""
+        """Answer the pulls that waited for the present version."""
         self._at = at
         waiting, self._waiting = self._waiting, []
         for source, wanted in waiting:

@@ -1,4 +1,4 @@
-"""The rows of tables that one server sends in snapshots: piece by piece, as their readers take them."""
+"""Sends or writes the rows of one server's snapshots piece by piece, at the pace of their readers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READER_SECONDS = 1800.0
 
 @dataclass
 class _Begun:
-    """A snapshot of which not all is sent."""
+    """A snapshot that is being sent."""
 
     pieces: Iterator[tuple[int, Records]]  # the rest, each with its chunk
     end: SnapshotEnd  # to be sent after them
@@ -48,17 +48,18 @@ class _Begun:
 
 
 class RowSnapshots:
-    """The snapshots of rows that one server has begun to send.
+    """The snapshots of rows that one server is sending.
 
-    A piece is sent when its reader has taken the one before the last, and is copied then: commits go
-    on meanwhile, see `steepest.tables.cut.RowCut`.
+    A piece is copied and sent when its reader has taken the one before the last. Commits go on
+    meanwhile, see `steepest.tables.cut.RowCut`.
 
     Args:
-        send: sends as the server.
-        server: its index.
+        send: sends a message as the server.
+        server: the server's index.
 
     Attributes:
-        call: has a function run on the server's thread; None to write without a thread.
+        call: runs a function on the server's thread; None to write without a thread.
+        may_write: whether `call` is known.
     """
 
     def __init__(self, send: Send, server: int = 0) -> None:
@@ -77,26 +78,26 @@ class RowSnapshots:
         end: SnapshotEnd,
         files: RowFiles | None = None,  # of a snapshot that is to be kept on disk
     ) -> None:
-        """Send the rows of some shards as they are now, or the first of them; `end` follows all of them."""
+        """Start to send the rows of shards as they are now; `end` is sent after the last piece."""
         wanted = RowsToRead.of(order.options)
         bases = {chunk: (life, version) for chunk, life, version in wanted.since}
         pieces = []
         for held in shards:
             chunk, directory = held.chunk.index, held.directory
-            found: Iterator[Records] = held.pieces(wanted.table, bases.get(chunk))
+            mine: Iterator[Records] = held.pieces(wanted.table, bases.get(chunk))
             if wanted.keep and directory is not None and files is not None:
-                found = files.written(wanted.keep, chunk, directory, found)
-            pieces.append((chunk, found))
+                mine = files.written(wanted.keep, chunk, directory, mine)
+            pieces.append((chunk, mine))
         rest = ((chunk, piece) for chunk, each in pieces for piece in each)
         self._begun[order.reader, order.sequence] = _Begun(rest, end)
         for _ in range(_AHEAD):
             self.go_on(order.reader, order.sequence)
 
     def go_on(self, reader: Peer, sequence: int, into: RowsInto | None = None) -> None:
-        """Send a reader the next piece of a snapshot, or its end; nothing if that is sent.
+        """Send a reader the next piece of a snapshot, or its end; do nothing if the end was sent.
 
-        Pieces are written `into` files instead, where this server reaches them; a reader that has said so, and does
-        not any more, is sent the end.
+        With `into` pieces are written to files instead if this server reaches their folder. A reader that leaves
+        `into` out after it had given it ends the snapshot.
         """
         if (begun := self._begun.get((reader, sequence))) is None:
             return
@@ -108,21 +109,21 @@ class RowSnapshots:
             self._give_up(reader, sequence, "its reader wants no more")
             return
         try:
-            found = next(begun.pieces, None)
+            piece = next(begun.pieces, None)
         except ResourcesError as error:  # of the disk for snapshots
             self._give_up(reader, sequence, str(error))
             return
         if begun.writer is not None:
-            self._write(reader, sequence, begun, begun.writer, found)
-        elif found is not None:
-            for message in _messages(sequence, *found):
+            self._write(reader, sequence, begun, begun.writer, piece)
+        elif piece is not None:
+            for message in _messages(sequence, *piece):
                 self._send(reader, message.pack())
         else:
             del self._begun[reader, sequence]
             self._send(reader, begun.end.pack())
 
     def _writer_of(self, into: RowsInto) -> RowWriter | None:
-        """Return what writes a checkpoint's files; None where its place is not reached, or a disk hangs."""
+        """Return a writer of a checkpoint's files; None if its folder is out of reach, or another writer is busy."""
         self._writers = [writer for writer in self._writers if writer.is_busy]
         if self.may_write and not self._writers and is_stamp(into.stamp):
             with contextlib.suppress(SteepestError):
@@ -138,9 +139,9 @@ class RowSnapshots:
         sequence: int,
         begun: _Begun,
         writer: RowWriter,
-        found: tuple[int, Records] | None,
+        piece: tuple[int, Records] | None,
     ) -> None:
-        """Write a piece, or the last file; tell the reader when there is room for the next, or nothing is left."""
+        """Write a piece, or the last file, and tell the reader when that is done."""
 
         def tell(*, waits: bool) -> None:
             if self._begun.get((reader, sequence)) is not begun:
@@ -160,24 +161,28 @@ class RowSnapshots:
                 del self._begun[reader, sequence]
                 self._send(reader, begun.end.pack())
 
-        if found is None:
+        if piece is None:
             writer.finish(lambda: tell(waits=False))
             return
-        begun.last = found[0], found[1][0][0]["name"]
-        known = {about["key"]: value for about, value in found[1] if about["key"] in MARKS}
+        begun.last = piece[0], piece[1][0][0]["name"]
+        known = {
+            description["key"]: value
+            for description, value in piece[1]
+            if description["key"] in MARKS
+        }
         if known:
             begun.marks[begun.last[1]] = [int(known[key]) if key in known else -1 for key in MARKS]
-        writer.put(found[1], lambda: tell(waits=True))
+        writer.put(piece[1], lambda: tell(waits=True))
 
     def _give_up(self, reader: Peer, sequence: int, why: str) -> None:
-        """Send the end of a snapshot of which not all was sent, and why; remove its files."""
+        """End a snapshot early: send its end with the reason, and remove its files."""
         begun = self._begun.pop((reader, sequence))
         if begun.writer is not None:
             begun.writer.drop()
         self._send(reader, replace(begun.end, given_up=why).pack())
 
     def tick(self, now: float) -> None:
-        """Give up snapshots whose readers have not read on for `READER_SECONDS`; `now`: seconds that do not go back."""
+        """Give up snapshots whose readers have not read on for `READER_SECONDS`; `now`: of a monotonic clock."""
         for (reader, sequence), begun in list(self._begun.items()):
             if begun.since is None or (begun.writer is not None and begun.writer.is_busy):
                 begun.since = now
@@ -194,19 +199,19 @@ class RowSnapshots:
 
 
 def _record(sequence: int, begun: _Begun, told: Mapping[str, Any], *, waits: bool) -> StateTensor:
-    """Return the record that stands for a piece that was written, and tells of files that were."""
+    """Return the record that replaces a written piece and lists the files written since the last one."""
     chunk, name = begun.last
     begun.written += 1
-    about = {"name": name, "key": WRITTEN, "plain": False}
-    about |= {"start": begun.written, "stop": begun.written + 1}
+    description = {"name": name, "key": WRITTEN, "plain": False}
+    description |= {"start": begun.written, "stop": begun.written + 1}
     value = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    return StateTensor(sequence, chunk, **state_fields(about, value), waits=waits)
+    return StateTensor(sequence, chunk, **state_fields(description, value), waits=waits)
 
 
 def _messages(sequence: int, chunk: int, piece: Records) -> list[StateTensor]:
-    """Return a piece as messages, of which the last one waits for a READ_ON."""
+    """Return a piece as messages; after the last one the reader owes a READ_ON."""
     last = len(piece) - 1
     return [
-        StateTensor(sequence, chunk, **state_fields(about, value), waits=at == last)
-        for at, (about, value) in enumerate(piece)
+        StateTensor(sequence, chunk, **state_fields(description, value), waits=at == last)
+        for at, (description, value) in enumerate(piece)
     ]

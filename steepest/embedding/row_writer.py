@@ -1,4 +1,4 @@
-"""The files of a checkpoint that one server writes of its rows, on a thread of its own."""
+"""Writes the rows of one server into files of a checkpoint, on a thread."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import StoragePlace
 from steepest.embedding.row_files import OnRouter, Records
 
-#: Of a file; and what waits to be written at most, but for one file.
+#: The size from which a part becomes a file; pieces are awaited again when no more than this is unwritten.
 PART_BYTES = 64 << 20
 _Part = tuple[StoragePlace, dict[str, torch.Tensor], int]
 
 
 def is_stamp(text: str) -> bool:
-    """Return whether a text may be part of a file's name."""
+    """Return whether a text is valid as the stamp in file names."""
     return re.fullmatch(r"[0-9a-f-]{1,64}", text, re.ASCII) is not None
 
 
 class RowWriter:
-    """Pieces of shards that become files; all methods are called on the router's thread.
+    """Writes pieces of shards to files; all methods are called on the router's thread.
 
     Args:
-        folder: of the checkpoint.
-        stamp: of its files' names.
-        server: the index of the server.
-        call: has a function run on the router's thread; None to write at once.
+        folder: the checkpoint's.
+        stamp: part of the files' names.
+        server: the server's index.
+        call: runs a function on the router's thread; None to write without a thread.
 
     Attributes:
-        files: what a manifest says of each file that was written and has not been taken.
-        error: the error that ended writing; None without one.
+        files: the manifest's entries for the files written so far; whoever reports them empties it.
+        error: the error that ended writing, or None.
     """
 
     def __init__(
@@ -62,10 +62,12 @@ class RowWriter:
         return self._left > 0
 
     def put(self, piece: Records, then: Callable[[], None]) -> None:
-        """Take a piece; `then` is called when there is room for the next one."""
-        for about, value in piece:
-            if about["key"] != "life":
-                self._part.setdefault(f"{about['name']}/{about['key']}", []).append(value)
+        """Take a piece, and call `then` when the next one may follow."""
+        for description, value in piece:
+            if description["key"] != "life":
+                self._part.setdefault(f"{description['name']}/{description['key']}", []).append(
+                    value
+                )
                 self._size += value.nbytes
         if self._size >= PART_BYTES:
             self._start()
@@ -73,27 +75,27 @@ class RowWriter:
         self._go_on()
 
     def finish(self, then: Callable[[], None]) -> None:
-        """Write what is left; `then` is called when all files are written, or one could not be."""
+        """Write the rest, and call `then` when all files are written or one has failed."""
         if self._part:
             self._start()
         self._over = then
         self._go_on()
 
     def drop(self) -> None:
-        """Write no more, and remove the files."""
+        """Stop writing, and remove the files."""
         self._dropped, self._room, self._over = True, [], None
         if self._parts is None:
             self._discard()
         self.close()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread after the parts that it was given."""
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.put(None)
 
     def _go_on(self) -> None:
-        """Call those that wait for room, or for the end."""
+        """Call the waiting functions whose condition holds."""
         while self._room and (self._left <= PART_BYTES or self.error is not None):
             self._room.pop(0)()
         if self._over is not None and (not self._left or self.error is not None):
@@ -101,13 +103,13 @@ class RowWriter:
             over()
 
     def _start(self) -> None:
-        """Have the thread write the part."""
+        """Give the part to the thread."""
         file = (
             self._folder / f"{TABLES}-{self._stamp}-{self._server}-{len(self._names)}.safetensors"
         )
         tensors = {
-            name: found[0] if len(found) == 1 else torch.cat(found)
-            for name, found in self._part.items()
+            name: arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+            for name, arrays in self._part.items()
         }
         part, self._part, self._size = (file, tensors, self._size), {}, 0
         if self.error is not None:
@@ -133,18 +135,18 @@ class RowWriter:
             self._discard()
 
     def _written(self, part: _Part) -> tuple[dict[str, Any], Exception | None]:
-        """Write a part; return what a manifest says of it, and the error if it cannot be written."""
+        """Write a part; return the manifest's entry for its file, and the error if that failed."""
         path, tensors, _ = part
         if self._dropped or self.error is not None:
             return {}, None
         try:
-            about = write_tensors(path, tensors, write=self._storage.write)
+            description = write_tensors(path, tensors, write=self._storage.write)
         except Exception as error:  # noqa: BLE001 - it travels
             return {}, error
-        return {"name": path.name, **about, "shards": list(shards_in(tensors))}, None
+        return {"name": path.name, **description, "shards": list(shards_in(tensors))}, None
 
     def _wrote(self, part: _Part, file: dict[str, Any], error: Exception | None) -> None:
-        """Note that a part is written, or could not be."""
+        """Note the outcome of a part."""
         self._left -= part[2]
         self.error = self.error or error
         if file:
@@ -152,5 +154,5 @@ class RowWriter:
         self._go_on()
 
     def _discard(self) -> None:
-        """Remove the files of a checkpoint that was given up."""
+        """Remove the files written so far."""
         self._storage.discard(self._names)

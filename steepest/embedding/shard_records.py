@@ -16,7 +16,7 @@ from steepest.errors import CheckpointError
 def disassemble(
     layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]
 ) -> list[Record]:
-    """Split whole tensors of state into what each chunk has of them, see `optimizer_slices.disassemble`.
+    """Split whole tensors of state into the chunks' parts, see `optimizer_slices.disassemble`.
 
     Rows are named "tables/shard/key", with the number of a shard; a shard's arrays stay whole, and are not copied.
 

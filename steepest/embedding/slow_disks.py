@@ -1,4 +1,4 @@
-"""How long the disks of a server's tables keep its steps waiting, for those who wonder why a step takes long."""
+"""Warns of disks that keep a server's updates waiting for rows of tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlowDisks:
         self._told: set[str] = set()
 
     def look(self) -> None:
-        """Note that an update ends; log a warning for each table whose disk kept it waiting long."""
+        """Note the end of an update, and log a warning for each table with a disk that delayed it for long."""
         waited: dict[str, float] = {}
         for held in self._on_disk:
             at = held.chunk.index

@@ -92,7 +92,7 @@ class TableChunk(HeldChunk):
         return number
 
     def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
-        """Return a shard with the rows of a state: of each array, its pieces by where they begin."""
+        """Return a shard with the rows of a state, given by key and the first index of each piece."""
         state, version, seed, clock = self._checked_state(parts)
         shard = self._dealing.make(self.chunk.index, seed)
         try:
@@ -144,7 +144,7 @@ class TableChunk(HeldChunk):
     def pieces(
         self, table: int | None = None, base: tuple[int, int] | None = None
     ) -> Iterator[list[tuple[dict[str, Any], torch.Tensor]]]:
-        """Return what is known of the rows now, piece by piece while pushes go on.
+        """Yield the rows of now piece by piece, while pushes go on.
 
         Args:
             table: a number, for the values of this table's rows and the removed ids alone.
@@ -252,6 +252,6 @@ class TableChunk(HeldChunk):
 
 
 def _whole(pieces: dict[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return an array of which the pieces are given by where they begin."""
+    """Join the pieces of an array, given by their first index."""
     parts = [pieces[begin] for begin in sorted(pieces)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

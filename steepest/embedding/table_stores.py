@@ -78,7 +78,7 @@ class TableService:
         self._files: RowFiles | None = None
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return memory for the keys of a pull: where they are lent, or new."""
+        """Return memory for the keys of a pull, lent or new."""
         if message.kind is not RowKind.PULL_ROWS:
             raise ProtocolError(f"{message.kind.name} with a payload of {size} bytes")
         return where_lent(message, size)
@@ -119,10 +119,10 @@ class TableService:
         return self._disks.doing()
 
     def tick(self, now: float) -> None:
-        """Drop the snapshots whose readers do not read on."""
+        """Give up the snapshots of readers that do not read on."""
         self._snapshots.tick(now)
 
 
 def _shards(stores: Collection[HeldChunk]) -> dict[int, TableChunk]:
-    """Return those of some stores that are shards of tables, by index of the chunk."""
+    """Return the stores that are shards of tables, by index of the chunk."""
     return {held.chunk.index: held for held in stores if isinstance(held, TableChunk)}

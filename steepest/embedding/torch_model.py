@@ -135,7 +135,7 @@ class TorchModel(dense.TorchModel):
         return as_source(data, batch_size)
 
     def use_rows(self, source: RowSource) -> None:
-        """Have the module's embedding modules use the rows of a source from now on."""
+        """Make the module's embeddings use the rows of a source."""
         from steepest.embedding.modules import connect
 
         connect(self.module, _ScaledRows(source, self._loss_scale, self._device.type))

@@ -219,7 +219,7 @@ class Admission:
         return tables, ids, before + 1
 
     def load(self, state: TableState) -> None:
-        """Replace what is counted, by what a state has for the tables that count."""
+        """Replace all counts by those of a state."""
         if self.counted is not None:
             self.counted = Index(len(self._filters))
             ways = [isinstance(way, CounterFilter) for way in self._filters]

@@ -66,7 +66,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
 
 
 def _compile_eviction(table: Table) -> None:
-    """Let a full table evict a row."""
+    """Evict a row of a full table."""
     if table.eviction is not None:
         plain = replace(table, admission=None, capacity=1)
         shard = TableShard([replace(plain, directory=None, memory_rows=None, memory_bytes=None)])
@@ -77,7 +77,7 @@ def _compile_eviction(table: Table) -> None:
 
 
 def _compile_disk(table: Table) -> None:
-    """Let rows go to a disk, and come back."""
+    """Write rows to a disk, and read them back."""
     form, count = table.form, 1000
     with tempfile.TemporaryDirectory() as folder:
         rows = TieredRows(form, np.zeros(1, np.int64), count, folder, 1, segment=64)

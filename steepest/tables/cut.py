@@ -18,7 +18,7 @@ _MOST_LOOKED_AT = 1 << 20  # rows in a call of `take`, few of which may be wante
 def _to_keep(
     numbers: Int32s, written: Int64s, begin: int, end: int, after: int, version: int, found: Int32s
 ) -> int:
-    """Write those of some rows from `begin` to `end` - 1 that belong to a cut; return how many they are."""
+    """Write the row numbers from `begin` to `end` - 1 that belong to a cut, and return their count."""
     count = 0
     for number in numbers:
         if begin <= number < end and after < written[number] <= version:
@@ -52,7 +52,7 @@ class RowCut:
         self._kept: list[RowArrays] = []
 
     def before(self, numbers: Int32s) -> RowArrays | None:
-        """Return copies of those of some rows that are yet to be taken, or None; negative numbers are none."""
+        """Return copies of the given rows that are yet to be taken, or None; negative numbers are ignored."""
         wanted = np.empty(len(numbers), np.int32)
         count = _to_keep(
             read_only(numbers, np.int32),
@@ -100,7 +100,7 @@ class RowCut:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _wanted(self, numbers: Int32s) -> Int32s:
-        """Return those of some rows that belong to the cut and have not changed since."""
+        """Return the numbers of the rows that belong to the cut and have not changed since."""
         written = self._blocks.written[numbers]
         return self._of_table(numbers[(written > self._after) & (written <= self._version)])
 

@@ -1,4 +1,4 @@
-"""How tables are dealt into shards, each of which is a chunk of a job's layout."""
+"""Deals tables into shards; each shard is a chunk of a job's layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Dealing:
         return range(self.first, self.first + len(self.groups) * self.num_shards)
 
     def group_of(self, chunk: int) -> int:
-        """Return the group of which a chunk is a shard."""
+        """Return the group that a chunk is a shard of."""
         return (chunk - self.first) // self.num_shards
 
     def shard_of(self, chunk: int) -> int:

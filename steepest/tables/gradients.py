@@ -186,7 +186,7 @@ def longest(lives: Int32s, inverse: Int32s, count: int) -> Int32s:
 
 
 def width_of(dim: int, dtype: str, *, lives: bool) -> int:
-    """Return the bytes of a row's gradient as it travels, with all that is known of it."""
+    """Return the size in bytes of a row's gradient in a message, with its id and counts."""
     return 16 + 4 * lives + np.dtype(dtype).itemsize * dim
 
 
@@ -212,7 +212,7 @@ def unpack_keys(packed: Bytes) -> tuple[Int32s, Int64s]:
 
 
 def require_rows(size: int, width: int) -> int:
-    """Return how many rows of `width` bytes there are in `size` bytes; ConfigurationError: not a whole number."""
+    """Return the number of rows of `width` bytes in `size` bytes; ConfigurationError: it is not whole."""
     count, rest = divmod(size, width)
     if rest:
         raise ConfigurationError(f"{size} bytes for rows of {width} bytes each")

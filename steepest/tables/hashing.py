@@ -109,7 +109,7 @@ def _deal(shards: Int32s, begins: Int64s, order: Int64s) -> bool:
 
 
 def deal(tables: Int32s, ids: Int64s, spread: Spread) -> tuple[Int64s | None, Int64s]:
-    """Return an order of keys (n,) in which those of a shard stand together, or None if they do."""
+    """Return an order of keys (n,) that groups them by shard, or None if they are in such an order."""
     # And where each begins. (n,), places in `tables` and `ids`, ascending within a shard; (shards + 1,), the place in
     # it at which each shard begins, and n.
     shards = shard_of(tables, ids, spread)
@@ -157,7 +157,7 @@ class Distinct:
         ids: npt.NDArray[np.integer],
         spread: Spread | None = None,
     ) -> None:
-        """Find those of a batch, (n,) each; without a spread all are of one shard."""
+        """Find the distinct keys of a batch, (n,) each; without a spread all keys are of one shard."""
         of, keys = read_only(tables, np.int32), read_only(ids, np.int64)
         size = len(keys)
         slots = np.empty(1 << max(3, (2 * size - 1).bit_length()), np.int32)

@@ -261,7 +261,7 @@ class Index:
         return None
 
     def expect(self, counts: Int64s) -> None:
-        """Have room for about so many ids of each table, whose segments are empty yet: none is split later."""
+        """Split the empty segments of tables for so many ids of each, so that few are split later."""
         for table, count in enumerate(counts.tolist()):
             todo = [(0, 1 << _BITS)] if count > _EXPECTED else []  # spread hashes: from, to
             while todo:

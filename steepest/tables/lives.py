@@ -104,7 +104,7 @@ class RowLives:
         blocks.until[rows] = until
 
     def ended(self, blocks: Blocks) -> Int32s:
-        """Return the rows whose life is over."""
+        """Return the numbers of the rows whose life is over."""
         if blocks.until is None:
             return np.empty(0, np.int32)
         top = blocks.top

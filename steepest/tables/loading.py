@@ -75,7 +75,7 @@ class LoadingRows(ShardRows):
         self._fresh: list[Int32s] = []  # numbers of rows to which no ids lead yet
 
     def take(self, piece: TableState) -> None:
-        """Take a piece of a state of these tables, all of whose rows are this shard's."""
+        """Take a piece of a state; all of its rows must be of these tables and this shard."""
         nothing = np.empty(0, np.int64)  # no slice, which would keep the rows' memory
         self._beside.append(piece.only(nothing, slice(None)))
         (self._waiting.append if self._scores.any else self._take_rows)(piece)
@@ -110,7 +110,7 @@ class LoadingRows(ShardRows):
         self._fresh.append(self._enter(keys, piece.values, piece.slots, *known, beside))
 
     def _lead_to_rows(self) -> None:
-        """Have ids lead to the rows that were taken: all at once, since it is known then how many they are."""
+        """Enter the ids of the taken rows into the index, at once, so that it is made for their number."""
         numbers, self._fresh = np.concatenate([np.empty(0, np.int32), *self._fresh]), []
         tables, ids = self._blocks.tables[numbers].astype(np.int32), self._blocks.ids[numbers]
         if (twice := self._begin(tables, ids, numbers)) is not None:
@@ -134,7 +134,7 @@ class LoadingRows(ShardRows):
         return piece.only(kept, slice(None))
 
     def _require_state(self, state: TableState) -> None:
-        """Check that a state is of these tables."""
+        """Check that a state has the form of these tables; ConfigurationError otherwise."""
         slots = self._optimizer.slots(self.dim)
         shapes = state.values.shape[1:], state.slots.shape[1:]
         if shapes != ((self.dim,), (slots,)) or state.values.dtype != self.dtype:

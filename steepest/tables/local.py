@@ -151,7 +151,7 @@ class LocalRows:
         return self.version
 
     def _not_finite(self, totals: Mapping[int, RowGradients]) -> list[str]:
-        """Return the names of tables whose gradients hold NaN or infinity."""
+        """Return the names of the tables with NaN or infinity in a gradient."""
         found = []
         for group, total in totals.items():
             tables = self.shards[group][0].tables

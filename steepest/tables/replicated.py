@@ -76,7 +76,7 @@ def take_touched(
 
 @kernel
 def put_back(numbers: Int32s, rows: Floats, values: Floats, slots: Floats) -> None:
-    """Write rows that `take_touched` has copied to where they were."""
+    """Write the rows copied by `take_touched` back to their places."""
     dim = values.shape[1]
     for at in range(len(numbers)):
         row = numbers[at]

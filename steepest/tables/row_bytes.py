@@ -41,7 +41,7 @@ class RowBytes(NamedTuple):
 
     @classmethod
     def of(cls, table: Table) -> RowBytes:
-        """Return those of a table's rows."""
+        """Return the bytes of a table's rows."""
         form, policy = table.form, table.eviction
         slots = form.row_bytes - form.sent_bytes
         more = _USE * (policy is not None) + _TTL * bool(table.life)

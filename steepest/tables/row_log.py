@@ -171,7 +171,7 @@ class RowLog:
         return -(-3 * rows // (2 * self._segment)) + _SPARE
 
     def require(self, rows: int) -> None:
-        """Take room on disk for so many rows, so that no later write fails for want of it.
+        """Reserve room on disk for `rows` rows, so that no later write fails for lack of room.
 
         Raises:
             ResourcesError: the disk has not; nothing has changed.
@@ -204,7 +204,7 @@ class RowLog:
         )
 
     def read_ahead(self, numbers: Int32s) -> list[Future[int]]:
-        """Have the system read rows that are here to its cache, on other threads; nothing of the log changes."""
+        """Read rows of this log into the system's cache, on other threads; the log does not change."""
         slots = np.sort(self._where[numbers].astype(np.int64) - 1)
         each = -(-len(slots) // _THREADS)
         parts = [slots[begin : begin + each] for begin in range(0, len(slots), each)]
@@ -297,5 +297,5 @@ class RowLog:
         self._free.append(victim)
 
     def forget(self, numbers: Int32s) -> None:
-        """Forget rows, some of which may not be here."""
+        """Forget rows; those that are not here are ignored."""
         _forget(read_only(numbers, np.int32), self._where, self._segment, self._used)

@@ -104,7 +104,7 @@ class Scores:
         _grow(*keys, read_only(sightings, np.int32), self._half_lives, version, scores)
 
     def completed(self, state: TableState) -> TableState:
-        """Return a state whose rows have scores of these half-lives.
+        """Return a state with scores of these half-lives.
 
         Rows without one have it as if all their sightings had been with their last push; so have all rows of a table
         whose scores are of another half-life.

@@ -201,7 +201,7 @@ class TableShard(LoadingRows):
     def push_checked(
         self, pushed: RowGradients, version: int, learning_rate: float | None = None
     ) -> None:
-        """Do what `push` does without being `strict`, with gradients of which `RowGradients.require` was called."""
+        """Push gradients that `RowGradients.require` has checked; do as `push` without `strict`."""
         self._apply(pushed, version, learning_rate, strict=False)
 
     def _apply(
@@ -433,7 +433,7 @@ class TableShard(LoadingRows):
                 return
 
     def nothing(self) -> TableState:
-        """Return a state of these tables without rows, and with nothing beside them."""
+        """Return an empty state of these tables."""
         of, ids = np.empty(0, np.int32), np.empty(0, np.int64)
         values = np.empty((0, self.dim), self.dtype)
         slots = np.empty((0, self._optimizer.slots(self.dim)), self.dtype)

@@ -32,7 +32,7 @@ _LEAST = 1 << 16
 
 
 class Removals:
-    """The ids whose rows a shard has removed, with the versions at which it has.
+    """The ids of the rows that a shard has removed, with the version of each removal.
 
     `known_from`: known from that version on.
     """
@@ -92,7 +92,7 @@ class ShardRows:
         self._clear()
 
     def _clear(self) -> None:
-        """Have no rows."""
+        """Drop all rows."""
         most = self._capacities.most
         known = {"ends": self._lives.any, "scored": self._scores.any}
         disk = disk_of(self._tables, self._spread, self._shard)
@@ -119,7 +119,7 @@ class ShardRows:
         return dict(zip(names, (store.looked_up, store.read, store.nbytes_on_disk), strict=True))
 
     def read_ahead(self, tables: Int32s, ids: Int64s) -> list[Future[int]]:
-        """Have those of some rows (n,) read ahead that are on disk; return reads into the system's cache.
+        """Start to read the rows (n,) that are on disk into the system's cache, and return these reads.
 
         Any number of pulls and pushes may be made meanwhile. Nothing is returned where there are few.
         """
@@ -185,7 +185,7 @@ class ShardRows:
         return numbers
 
     def _begin(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> int | None:
-        """Have ids lead to rows that are there; return the place of one that leads to another row, or None."""
+        """Enter ids of rows into the index; return the place of an id that has another row already, or None."""
         if (twice := self._index.insert(tables, ids, numbers)) is not None:
             return twice
         self._alive += np.bincount(tables, minlength=len(self._tables))
@@ -194,7 +194,7 @@ class ShardRows:
         return None
 
     def _remove(self, numbers: Int32s, version: int) -> None:
-        """Take rows out; who uses their memory next sets values and slots anew."""
+        """Remove rows; the next row in their memory sets values and slots anew."""
         blocks = self._blocks
         for cut in self._cuts:
             cut.keep(cut.before(numbers))

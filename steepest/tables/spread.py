@@ -29,7 +29,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, bounds: Sequence[int | None], begin: int, count: int) -> Spread:
-        """Return that of tables of so many rows at most over `count` shards; small ones begin at shard `begin`."""
+        """Return the spread of tables with these bounds over `count` shards; small tables begin at shard `begin`."""
         firsts, parts = [], []
         for number, bound in enumerate(bounds):
             parts.append(parts_of(bound, count))
@@ -38,11 +38,11 @@ class Spread(NamedTuple):
 
     @classmethod
     def evenly(cls, tables: int, count: int) -> Spread:
-        """Return that of tables all of which have a part in each of `count` shards."""
+        """Return the spread of tables that all have a part in each of `count` shards."""
         return cls(count, _read_only([0] * tables), _read_only([count] * tables))
 
     def shares(self, shard: int, capacities: Int64s) -> Int64s:
-        """Return how many rows of each table's capacity a shard has: 0 of a table of which it has no part."""
+        """Return a shard's share of each table's capacity, in rows; 0 for a table without a part in it."""
         part = (shard - self.firsts) % self.num_shards
         parts: Int64s = self.parts.astype(np.int64)
         each, rest = np.divmod(capacities, parts)

@@ -33,7 +33,7 @@ _COUNTERS = ("uint8", "uint16", "uint32")
 
 @dataclass(frozen=True)
 class TableState:
-    """Rows, and what is known of ids without rows, in order of table and id."""
+    """A piece of a shard's state: rows, and counts of ids without rows."""
 
     tables: Int32s  # (n,), of the rows
     ids: Int64s
@@ -119,7 +119,7 @@ class TableState:
         return replace(self, **changes)
 
     def only(self, rows: Any, counted: Any) -> TableState:
-        """Return the rows and the counted ids of these masks or slices, and what was removed."""
+        """Return the rows and the counted ids that masks or slices choose, and all removed ids."""
         return self._taken({"": rows, "counted": counted, "removed": slice(None)})
 
 
@@ -167,7 +167,7 @@ def _require_array(
 
 
 def _counter(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, npt.NDArray[Any]]:
-    """Return the table and the counter of which an array has the bytes."""
+    """Return the table and the counter that an array has the bytes of."""
     begin, _, rest = name.partition(".")
     table, _, dtype = rest.partition(".")
     if begin != "counter" or not table.isdecimal() or dtype not in _COUNTERS:

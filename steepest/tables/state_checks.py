@@ -1,4 +1,4 @@
-"""Checks of a shard's state that comes from another process, before any of it is used."""
+"""Checks a shard's state that comes from another process, before any of it is used."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Table:
 
     @property
     def needs_servers(self) -> str:
-        """Why workers cannot hold the table, in words; empty where they can."""
+        """Why workers cannot hold the table, in words, or ""."""
         lives = "capacity", "eviction", "admission", "ttl", "default", "directory"
         plain = [name for name in lives if getattr(self, name) is not None]
         if self.num_embeddings is None:

@@ -1,4 +1,4 @@
-"""Rows of which those used of late are in memory, and the others on disk, see `RowStore`.
+"""Rows on disk, of which memory has those used of late, see `RowStore`.
 
 Which rows are where changes no number: rows are updated in memory alone, and lie on disk as they do there.
 """
@@ -97,7 +97,7 @@ def rows_in(memory_bytes: int, form: RowFormat) -> tuple[int, int]:
 
 
 class RowRoom:
-    """For how many rows there is room, in memory and on disk; as `Reserved` has it."""
+    """The room for rows in memory and on disk, as `Reserved` has it."""
 
     def __init__(self, capacity: int, require: Callable[[int], None]) -> None:
         self.capacity, self._require = capacity, require
@@ -166,7 +166,7 @@ class TieredRows:
         return self._log.nbytes
 
     def read_ahead(self, numbers: Int32s) -> list[Future[int]]:
-        """Have rows read ahead that are on disk, see `RowLog.read_ahead`; nothing where that is no gain."""
+        """Read rows on disk ahead, see `RowLog.read_ahead`, if that is a gain."""
         numbers = numbers[numbers >= 0]
         away = numbers[(self._place_of[numbers] == 0) & (self._record_of[numbers] > 0)]
         expected = len(away) * self._log.row_seconds
@@ -252,7 +252,7 @@ class TieredRows:
             self._log.forget(mine[mine >= 0])
 
     def copied(self, numbers: Int32s) -> tuple[Floats, Floats]:
-        """Return copies of values and slots; rows stay where they are."""
+        """Return copies of values and slots; no row moves between memory and disk."""
         found = [
             self._copied(numbers[begin : begin + _TURN]) for begin in range(0, len(numbers), _TURN)
         ]

@@ -1,4 +1,4 @@
-"""The rows of a checkpoint: each process reads those of its servers' shards; the driver names the files."""
+"""Restores the rows of a checkpoint: the driver names the files, each process reads those of its shards."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ _LOOK_SECONDS = 0.5
 
 
 class RestoredRows:
-    """Rows of a checkpoint that processes have read, and servers have yet to install.
+    """Rows that processes have read and servers have not installed yet; a context manager that drops the rest.
 
     Args:
-        cluster: the job.
-        number: below 0, another one for each checkpoint that is restored; servers' own snapshots have positive ones.
+        cluster: the job's.
+        number: negative, and unique to each restore; the numbers of servers' own snapshots are positive.
+
+    Attributes:
+        replaced: how many ids of the last import had rows.
     """
 
     def __init__(self, cluster: Cluster, number: int) -> None:
@@ -49,18 +52,18 @@ class RestoredRows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Forget what was read: it is installed, or will not be."""
+        """Have processes drop the rows that no server has installed."""
         calls = [runtime().call(process, "drop_rows", self._number) for process in self._asked]
         drop_calls(calls)
 
     def read(self, saved: CheckpointRows | None) -> list[Record]:
-        """Let processes read the rows of a checkpoint; return records that stand for them, for servers to install.
+        """Have processes read the rows of a checkpoint, and return records for servers to install in their place.
 
         Args:
-            saved: where the rows lie; None for a checkpoint without rows.
+            saved: the files of the rows; None for a checkpoint without rows.
 
         Raises:
-            CheckpointError: the job's tables cannot have them. DamagedRowsError: files are damaged, or missing.
+            CheckpointError: the job's tables cannot have the rows. DamagedRowsError: files are damaged or missing.
             UnreachableError: an object store does not answer.
             ResourcesError: a machine has no room. PeerLostError: a process died.
         """
@@ -85,12 +88,10 @@ class RestoredRows:
         return self._records(dealing)
 
     def given(self, dealing: Dealing, table: Table, rows: ImportedRows) -> list[Record]:
-        """Let processes give rows to ids of a table in copies of its shards; return records as `read` does.
-
-        `replaced` is then the number of ids that had rows.
+        """Have processes copy a table's shards with imported rows, return records as `read`, and set `replaced`.
 
         Raises:
-            ConfigurationError: the table has no room for them.
+            ConfigurationError: the table has no room for the rows.
         """
         group, number = dealing.place(table)
         order, begins = dealing.deal(
@@ -112,7 +113,7 @@ class RestoredRows:
         return self._records(dealing)
 
     def _chunks(self, dealing: Dealing) -> dict[Any, list[int]]:
-        """Return the shards that servers of each process hold, and note the processes."""
+        """Map each process to the chunks of tables that its servers hold, and note the processes."""
         chunks_of: dict[Any, list[int]] = {}
         for chunk, holders in self._cluster.holdings().items():
             for process in holders if chunk in dealing.chunks else ():
@@ -126,7 +127,7 @@ class RestoredRows:
         return [(chunk, stands | {"name": dealing.name(chunk)}, value) for chunk in dealing.chunks]
 
     def _read(self, wanted: Mapping[Any, RowsWanted], saved: CheckpointRows) -> dict[Any, RowsRead]:
-        """Return the answers of processes that can read all files, or have been sent them."""
+        """Return each process' answer, after sending it the files that it cannot reach."""
         asked = {process: (each,) for process, each in wanted.items()}
         answers = self._call("read_rows", asked)
         lacking = {process: asked[process] for process in asked if answers[process].lacks}
@@ -136,13 +137,13 @@ class RestoredRows:
         return answers | (self._call("read_rows", lacking) if lacking else {})
 
     def _send(self, process: Any, name: str, saved: CheckpointRows) -> None:
-        """Send a process a file that it cannot read where it lies."""
+        """Send a process a file."""
         file = next(f for layer in saved.layers for f in layer.files if f.name == name)
         for data in _parts(file):
             self._call("take_row_file", {process: (self._number, name, data)})
 
     def _call(self, method: str, arguments: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
-        """Return the results of a method of processes, however long it takes while they go on reading."""
+        """Call a method of each process, and return the results; the deadline begins anew whenever bytes were read."""
         cluster = self._cluster
         calls = {
             process: runtime().call(process, method, *values)
@@ -169,7 +170,7 @@ class RestoredRows:
             drop_calls(calls.values())
 
     def _progress(self) -> int:
-        """Return how many bytes processes have read so far."""
+        """Return the number of bytes that processes have read so far."""
         asked = [runtime().call(process, "rows_read", self._number) for process in self._asked]
         return sum(
             self._cluster.get(asked, "say how much it has read", self._cluster.names(self._asked))
@@ -177,7 +178,7 @@ class RestoredRows:
 
 
 def _parts(file: SavedFile) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of a file; UnreachableError, DamagedRowsError: it cannot be read."""
+    """Yield the bytes of a file in blocks; UnreachableError, DamagedRowsError: it cannot be read."""
     try:
         yield from file.parts()
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""Snapshots of rows on disks: each shard's in a file of its server's process, and a copy with another process."""
+"""Copies the snapshots of rows that processes keep on disk to second processes, and to a job's new servers."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class RowCopies:
 
     Args:
         job: the job with the tables.
-        number: of the snapshot.
-        shards: by chunk the number of its pieces, a process that has them, and one that is to.
+        number: the snapshot's.
+        shards: for each copy the chunk, its number of pieces, a process that has them, and the target.
 
     Attributes:
-        failed: the error of the first piece that did not arrive, after which no other is sent.
+        calls: those in progress.
+        failed: the error of the first piece that did not arrive, or None; no further piece is sent after it.
     """
 
     def __init__(self, job: Job, number: int, shards: Iterable[tuple[int, int, Any, Any]]) -> None:
@@ -58,7 +59,7 @@ class RowCopies:
         self.failed: CallError | None = None
 
     def advance(self) -> bool:
-        """Send further pieces; return whether all have arrived, or one has failed."""
+        """Send further pieces, and return whether all have arrived or one has failed."""
         for call in runtime().wait(self.calls, 0) if self.calls else ():
             self.calls.remove(call)
             try:
@@ -81,7 +82,7 @@ class RowCopies:
 
 
 def keeps_on_disk(cluster: Cluster) -> bool:
-    """Return whether rows of snapshots go to disks: tables have a directory, and there is a second process."""
+    """Return whether servers keep snapshots of rows on disk: a table has a directory, and there are two processes."""
     dealing = dealing_of(cluster.job)
     if dealing is None or all(table.directory is None for table in dealing.tables):
         return False
@@ -89,9 +90,14 @@ def keeps_on_disk(cluster: Cluster) -> bool:
 
 
 def second_copies(cluster: Cluster, number: int, records: Iterable[Record]) -> RowCopies:
-    """Return the copying of each shard of a snapshot, for which records stand, to a second process.
+    """Return the copies of a snapshot's shards, one for each, to a second process.
 
-    It is on another node if there is one, and then one that hosts servers if there is one.
+    A process on another node is preferred, then one that hosts servers, then the one with the fewest copies.
+
+    Args:
+        cluster: the job's.
+        number: the snapshot's.
+        records: the records that stand for its pieces.
     """
     pieces = Counter(chunk for chunk, description, _ in records if description["key"] == ON_DISK)
     places = {member.actor: member.place for member in cluster.members.values()}
@@ -116,7 +122,7 @@ def second_copies(cluster: Cluster, number: int, records: Iterable[Record]) -> R
 
 
 def snapshot_in(state: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of the snapshot on disks that is part of a state by "parameter/key"; 0 for none."""
+    """Return the number of the snapshot on disk that a state by "parameter/key" refers to; 0 for none."""
     values = [
         v for name, v in state.items() if name.startswith(TABLES) and name.endswith(f"/{ON_DISK}")
     ]
@@ -124,10 +130,10 @@ def snapshot_in(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def carry_rows(cluster: Cluster, number: int) -> None:
-    """Give future holders of shards a snapshot's rows, which they or other processes have on disk.
+    """Copy a snapshot's rows from the processes that have them on disk to the processes that are to hold them.
 
     Raises:
-        PeerLostError: no process that lives has the rows of a shard; or one has died meanwhile.
+        PeerLostError: no living process has the rows of a shard, or a process died meanwhile.
     """
     dealing = dealing_of(cluster.job)
     assert dealing is not None

@@ -1,4 +1,4 @@
-"""The rows of a checkpoint, which servers send while training goes on, and which are written as they come."""
+"""Reads the rows of one instant from servers while training goes on, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PART_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RowRead:
-    """The rows of one instant, as servers send them: at least 40 MB a second from each server."""
+    """A read of the rows of one instant; each server sends at least 40 MB a second."""
 
     layout: ParameterLayout
     snapshot: Future[SharedState] | None  # what the servers send; None without tables
