@@ -19,7 +19,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +30,13 @@ from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifes
 from steepest.checkpoint.safetensors_file import read_some, read_tensors, write_tensors
 from steepest.checkpoint.saved_rows import TABLES as ROWS
 from steepest.checkpoint.saved_rows import CheckpointRows, RowLayer, SavedFile, ShardMark, shards_in
-from steepest.checkpoint.table_moves import changes_of_tables, require_hashes, require_tables
+from steepest.checkpoint.table_moves import (
+    changes_of_tables,
+    renamed_tables,
+    require_hashes,
+    require_renames,
+    require_tables,
+)
 from steepest.core.data.fingerprint import Fingerprint, differences
 from steepest.core.optim.spec import stateful
 from steepest.core.tensors.dtypes import LOOP_STATE
@@ -82,6 +88,8 @@ class Checkpoints:
             number of samples or by their fingerprint: weights, optimizer state and step stay, and
             epochs begin anew; data that do not differ are continued. "continue" to refuse another
             number of samples.
+        rename_tables: new names of embedding tables by those that they have in the newest checkpoint, see
+            `DistributedSGD.restore`; a checkpoint that has the new ones is taken as it is.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -95,6 +103,7 @@ class Checkpoints:
     best: str | None = None
     mode: str = "min"
     data: str = "continue"
+    rename_tables: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path) or "\0" in str(self.path):
@@ -110,6 +119,7 @@ class Checkpoints:
         require_choice("data", self.data, ("continue", "new"))
         if self.best is not None:
             require_instance("best", self.best, str)
+        require_renames(self.rename_tables)
 
 
 class RowParts(Protocol):
@@ -313,6 +323,33 @@ class JobSignature:
             f"batches have {now[0]} samples instead of {before[0]}",
             f"steps {now[1]} instead of {before[1]}",
         ]
+
+
+def with_renamed_tables(saved: Checkpoint, names: Mapping[str, str] | None) -> Checkpoint:
+    """Return a checkpoint whose embedding tables have other names: rows, slots and counts stay.
+
+    Args:
+        saved: the checkpoint.
+        names: new names by old ones; one that the checkpoint has already is left out.
+
+    Raises:
+        CheckpointError: the checkpoint has no such table, or two of one name then.
+    """
+    if not names:
+        return saved
+    about = dict(saved.about)
+    tables, held = (about.get(key, ()) for key in ("tables", "replicated"))
+    names = renamed_tables([each[0] for each in (*tables, *held)], names)
+    about["tables"], about["replicated"] = (
+        [[names[each[0]], *each[1:]] for each in some] for some in (tables, held)
+    )
+    about["hashes"] = {names[name]: hashed for name, hashed in about.get("hashes", {}).items()}
+    rows = saved.saved_rows
+    return replace(
+        saved,
+        about=about,
+        saved_rows=None if rows is None else replace(rows, tables=about["tables"]),
+    )
 
 
 def _shown(offsets: Mapping[str, Sequence[int]]) -> str:

@@ -57,6 +57,36 @@ def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]])
             )
 
 
+def require_renames(names: Any) -> None:
+    """Check new names of tables by old ones, or None; ConfigurationError otherwise."""
+    if names is None:
+        return
+    known = isinstance(names, Mapping) and all(
+        isinstance(name, str) and name for pair in names.items() for name in pair
+    )
+    if not known or len({*names.values()}) < len(names):
+        raise ConfigurationError(
+            f'rename_tables={names!r:.200}: give new names of tables by old ones, such as {{"goods": "items"}}, each '
+            "once"
+        )
+
+
+def renamed_tables(names: Sequence[str], renames: Mapping[str, str]) -> dict[str, str]:
+    """Return the new name of each table of a checkpoint; CheckpointError: it lacks one, or two would have one name."""
+    for old, new in renames.items():
+        if old not in names and new not in names:
+            raise CheckpointError(
+                f"it has no embedding table {old!r} to rename {new!r}: it has {', '.join(map(repr, names)) or 'none'}"
+            )
+    found = {name: renames.get(name, name) for name in names}
+    for old, new in found.items():
+        if old != new and (new in names and renames.get(new, new) == new):
+            raise CheckpointError(
+                f"it has embedding tables {old!r} and {new!r}: the former cannot be renamed {new!r}"
+            )
+    return found
+
+
 def require_hashes(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Check that ids of texts are hashed as those of a checkpoint were, by table; CheckpointError otherwise.
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -117,7 +117,8 @@ class CheckpointManager:
         if keeper is None:
             return
         signature = self._state.signature()
-        for path, saved in keeper.shelf.newest_first(files.read_apart):
+        for path, newest in keeper.shelf.newest_first(files.read_apart):
+            saved = files.with_renamed_tables(newest, keeper.policy.rename_tables)
             differs = bool(signature.other_data(saved))
             data = "new" if differs and keeper.policy.data == "new" else "continue"
             try:
@@ -282,9 +283,11 @@ class CheckpointManager:
         if is_due and self._has_changed:
             self._keep()
 
-    def restore(self, path: str | Path, data: str) -> None:
+    def restore(
+        self, path: str | Path, data: str, rename_tables: Mapping[str, str] | None = None
+    ) -> None:
         """Continue from a checkpoint that the user chose: later steps will be done again."""
-        saved = files.read_apart(place_of(path))
+        saved = files.with_renamed_tables(files.read_apart(place_of(path)), rename_tables)
         signature = self._state.signature()
         self._calls.replacing(lambda: self._state.place(saved, path, data))
         _tell_of(signature, saved, path, data)

@@ -15,6 +15,7 @@ import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
+from steepest.checkpoint.table_moves import require_renames
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.core.engine.commit_log import CommitLog
@@ -714,7 +715,12 @@ class DistributedSGD:
             self._keeping.save(path)
 
     @folds_frames
-    def restore(self, path: str | Path, data: str = "continue") -> None:
+    def restore(
+        self,
+        path: str | Path,
+        data: str = "continue",
+        rename_tables: Mapping[str, str] | None = None,
+    ) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
 
         Training continues at exactly the sample after the last one. With the same global batch it
@@ -730,16 +736,19 @@ class DistributedSGD:
                 with other data, from epoch 0, without the samples that the checkpoint has not
                 visited yet. Weights, optimizer state, rows of tables, buffers, learning-rate
                 schedules and the number of steps continue.
+            rename_tables: new names of embedding tables by those that they have in the checkpoint: their rows,
+                slots and counts go on under the new name. First values of new rows follow from the name.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another model or optimizer, or of another
                 number of samples and `data` is not "new"; nothing has changed.
-            ConfigurationError: a URL of a kind that is not known; `data` is something else.
+            ConfigurationError: a URL of a kind that is not known; `data` or `rename_tables` is something else.
         """
         require_choice("data", data, ("continue", "new"))
+        require_renames(rename_tables)
         with self._idle("restore"):
             self._background.drop()
-            self._keeping.restore(path, data)
+            self._keeping.restore(path, data, rename_tables)
 
     def export_table(self, name: str, since: ExportedTable | str | None = None) -> ExportedTable:
         """Return the rows of an embedding table at one version, for serving.
