@@ -17,9 +17,12 @@ from steepest.core.tensors.dtypes import as_bytes
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import place_of
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.validation import require_choice
 
 _FORMAT = "steepest table 1"
 _TENSORS = ("ids", "values", "removed")
+_SCALES = "scales"  # of rows of int8
+_SAVED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,18 +142,25 @@ class ExportedTable:
         at = torch.searchsorted(self.ids, ids).clamp_(max=len(self) - 1)
         return torch.where(self.ids[at] == ids, at, -1)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, dtype: str | None = None) -> None:
         """Write a safetensors file with "ids", "values" and "removed"; replace it in one step.
 
         Args:
             path: of the file, or a URL such as ``s3://bucket/words.safetensors``.
+            dtype: "float16", "bfloat16" or "int8" for fewer bytes, rounded to the nearest; None for the values' own.
+                A row of int8 has its greatest absolute value / 127 in "scales", (n,) float32: `load` multiplies by
+                that, and returns float32.
 
         Raises:
             CheckpointError: it cannot be written.
-            ConfigurationError: a URL of a kind that is not known.
+            ConfigurationError: a URL of a kind that is not known; an unknown dtype; values that are not finite or too
+                large for it.
         """
         place = place_of(path)
         tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
+        if dtype is not None:
+            require_choice("dtype", dtype, tuple(_SAVED))
+            tensors |= _rounded(self.name, self.values, _SAVED[dtype])
         about = {
             "format": _FORMAT,
             "sha256": _digest(tensors),
@@ -178,9 +188,12 @@ class ExportedTable:
                 about = file.metadata() or {}
                 if about.get("format") != _FORMAT:
                     raise ValueError(f"its format is not {_FORMAT!r}")
-                tensors = {name: file.get_tensor(name) for name in _TENSORS}
+                scaled = [_SCALES] if _SCALES in file.keys() else []  # noqa: SIM118 - it is no dict
+                tensors = {name: file.get_tensor(name) for name in [*_TENSORS, *scaled]}
             if _digest(tensors) != about.get("sha256"):
                 raise ValueError("its tensors do not have their checksum")
+            if scaled:
+                tensors["values"] = _scaled(tensors["values"], tensors.pop(_SCALES))
             name, version, place, base, unknown = json.loads(about["about"])
             table = cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
             table._check()
@@ -253,9 +266,36 @@ def _plain(place: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
     return None if place is None else [list(each) for each in place]
 
 
+def _rounded(name: str, values: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return values in fewer bytes, with scales if they need some."""
+    if not bool(values.isfinite().all()):
+        raise ConfigurationError(f"table {name!r} has values that are not finite: save it as it is")
+    if dtype is torch.int8:
+        scales = values.float().abs().amax(dim=1) / 127 if values.numel() else values.new_empty(0)
+        scales = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+        return {"values": (values.float() / scales[:, None]).round().to(dtype), _SCALES: scales}
+    rounded = values.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        raise ConfigurationError(
+            f'table {name!r} has values up to {float(values.abs().max()):g}, beyond {dtype}: save it as "bfloat16"'
+        )
+    return {"values": rounded.contiguous()}
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return rows of int8 as float32; ValueError: the scales are none."""
+    if values.dtype is not torch.int8 or values.dim() != 2 or scales.shape != values.shape[:1]:
+        raise ValueError(
+            f"its values are {values.dtype} with scales of shape {tuple(scales.shape)}"
+        )
+    if scales.dtype is not torch.float32 or not bool((scales > 0).all() & scales.isfinite().all()):
+        raise ValueError("its scales are no positive numbers of float32")
+    return values.float() * scales[:, None]
+
+
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name in _TENSORS:
+    for name in (*_TENSORS, *(name for name in tensors if name == _SCALES)):
         if tensors[name].numel():
             digest.update(as_bytes(tensors[name]).numpy().data)
     return digest.hexdigest()
