@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,9 +28,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = script_parser(commands, "plan", in_short, description)
     parser.add_argument(
         "--workers",
-        default=_WORKERS,
         metavar="NUMBERS",
-        help=f"each on a host of its own; default: {_WORKERS}",
+        help=f"each on a host of its own; default: {_WORKERS}, with --one-host up to twice its cores",
+    )
+    parser.add_argument(
+        "--one-host",
+        action="store_true",
+        help="all processes share this machine and its cores, and there are no links",
     )
     parser.add_argument(
         "--bandwidth",
@@ -80,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         raise ConfigurationError("--json is for --tables; --csv writes step times")
     options.batches = _BATCHES if options.batches is None else options.batches
-    workers = numbers_of("--workers", options.workers)
+    workers = numbers_of("--workers", options.workers or _workers(options))
     bandwidth_of(options.bandwidth)
     seconds_of(options.latency)
     names = None if options.strategies is None else strategy_names(options.strategies)
@@ -106,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         strategies=names,
         servers=options.servers,
         servers_apart=options.servers_apart,
+        one_host=options.one_host,
         devices_per_worker=options.devices,
         batches=options.batches,
         seed=options.seed,
@@ -113,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     profile = forecast.profile
     sys.stdout.write(
         f"one process: {profile.samples} samples in {in_words(profile.alone)}, {forecast.alone:,.4g} samples/s; "
-        f"{size_in_words(profile.nbytes)} are trained; links of {options.bandwidth}, {options.latency}\n\n"
+        f"{size_in_words(profile.nbytes)} are trained; {_where(options, forecast.cores)}\n\n"
     )
     if forecast.rows:
         sys.stdout.write(as_text(forecast.table()))
@@ -125,3 +131,18 @@ def run(options: argparse.Namespace) -> int:
     for path in outputs.values():
         sys.stdout.write(f"{path}\n")
     return 0 if forecast.rows else 1
+
+
+def _workers(options: argparse.Namespace) -> str:
+    """Return the numbers of workers that are planned where none are given."""
+    if not options.one_host:
+        return _WORKERS
+    most = 2 * len(os.sched_getaffinity(0))
+    return ",".join(str(2**power) for power in range(most.bit_length()) if 2**power <= most)
+
+
+def _where(options: argparse.Namespace, cores: int | None) -> str:
+    """Return where the workers are."""
+    if cores is None:
+        return f"links of {options.bandwidth}, {options.latency}"
+    return f"all processes share this machine's {cores} core{'s' if cores > 1 else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -47,6 +48,7 @@ _CHUNKS_EACH = (
     8  # of a server: more chunks shorten a step no further (`benchmarks.plan_published --chunks`)
 )
 _MANY_SERVERS = 16  # fewer have enough chunks of the usual size
+_BUSY = 0.5  # of the cores, that other programs want
 _WINS = 1.02  # times as many samples as another, to be better
 
 
@@ -60,6 +62,7 @@ class Forecast:
         rows: of each strategy all numbers of workers, ascending.
         refused: by strategy, why there is no prediction of it.
         devices: replicas of a worker.
+        cores: of the one host that all processes share; None where each worker has its own.
     """
 
     profile: Profile
@@ -67,6 +70,7 @@ class Forecast:
     rows: tuple[Prediction, ...]
     refused: tuple[tuple[str, str], ...] = ()
     devices: int = 1
+    cores: int | None = None
 
     @property
     def alone(self) -> float:
@@ -130,8 +134,21 @@ class Forecast:
             if said := self._pays(name):
                 alike.setdefault(said, []).append(name)
         words = [f"{', '.join(names)}: {said}" for said, names in alike.items()]
-        words += [f"{name}: {why}" for name, why in self.refused]
-        return words + self._large_chunks() + self._changes()
+        reasons: dict[str, list[str]] = {}  # strategies by why there is no prediction
+        for name, why in self.refused:
+            reasons.setdefault(why, []).append(name)
+        words += [f"{', '.join(names)}: {why}" for why, names in reasons.items()]
+        return words + self._large_chunks() + self._changes() + self._load()
+
+    def _load(self) -> list[str]:
+        """Return what has disturbed the figures: other programs while the model was measured."""
+        cores = len(os.sched_getaffinity(0))
+        if self.profile.load < _BUSY * cores:
+            return []
+        return [
+            f"Measured while {self.profile.load:.2g} processes, on average over a minute, wanted one of {cores} cores: "
+            "times may be too long, repeat it with nothing else running."
+        ]
 
     def _pays(self, name: str) -> str:
         """Return how many workers of a strategy pay, and how far; nothing where it has no more than one."""
@@ -152,7 +169,7 @@ class Forecast:
 
     def _large_chunks(self) -> list[str]:
         """Return which strategies have too few chunks for many servers, and the size that would give them enough."""
-        words = []
+        alike: dict[str, list[str]] = {}  # strategies by what is said of them
         for name in self.strategies:
             rows = [
                 row
@@ -168,11 +185,12 @@ class Forecast:
                 min(_LEAST_CHUNK, self.profile.nbytes // most),
             )
             if size := fits // _CHUNK_UNIT * _CHUNK_UNIT:
-                words.append(
-                    f"{name}: {rows[0].chunks:,} chunks are few for the servers of {rows[0].workers:,} workers "
+                said = (
+                    f"{rows[0].chunks:,} chunks are few for the servers of {rows[0].workers:,} workers "
                     f"and more, and some have more than others: chunk_bytes={size:,} suits {most:,} servers."
                 )
-        return words
+                alike.setdefault(said, []).append(name)
+        return [f"{', '.join(names)}: {said}" for said, names in alike.items()]
 
     def _changes(self) -> list[str]:
         """Return from how many workers on which strategy is the fastest."""
@@ -187,8 +205,8 @@ class Forecast:
             if now.strategy != before.strategy
         ]
         return [
-            f"Fastest (within 2 % the first of these): {', '.join(words)}.",
-            "How much a sample teaches is not counted, which under local, async and ssp is less: steepest compare.",
+            f"Fastest in samples a second (within 2 % the first of these): {', '.join(words)}. That ignores learning: "
+            "under local, async and ssp a sample teaches less, see steepest compare."
         ]
 
     # -- files ---------------------------------------------------------------------------------

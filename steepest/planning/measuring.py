@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import statistics
 import sys
@@ -87,6 +88,7 @@ def measure(
     Raises:
         ConfigurationError: the model cannot be built. ModelRaisedError: it raised.
     """
+    load = os.getloadavg()[0]
     job = _MeasuredJob(model_creator, seed)
     try:
         passes = job.take(_WARM + batches, seconds)
@@ -114,6 +116,7 @@ def measure(
         spec=spec,
         loading=statistics.median(row.loading for row in rows),
         variation=_variation([row.seconds for row in rows]),
+        load=load,
         costs=job.costs(rows),
         codec_costs=cache(measure_codec),
         holds_back=job.replicas.may_take_back,

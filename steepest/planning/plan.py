@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
     strategies: Sequence[str | Strategy] | Mapping[str, str | Strategy] | None = None,
     servers: int | None = None,
     servers_apart: bool = False,
+    one_host: bool = False,
     devices_per_worker: int = 1,
     batches: int = 12,
     seed: int = 0,
@@ -54,6 +56,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
             "ssp" and "local", and settings of `LocalStrategy` for slow links.
         servers: processes, of strategies that have them; None for one for each worker's host.
         servers_apart: whether each server has a host of its own, rather than a worker's.
+        one_host: whether all processes share this machine and its cores, so that there are no links.
         devices_per_worker: replicas of each worker, which compute at the same time.
         batches: to be measured.
         seed: of the measured job.
@@ -77,6 +80,10 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
     if servers is not None:
         require_count("servers", servers)
     require_choice("servers_apart", servers_apart, (False, True))
+    require_choice("one_host", one_host, (False, True))
+    if one_host and servers_apart:
+        raise ConfigurationError("one_host=True with servers_apart=True: leave one of them out")
+    cores = len(os.sched_getaffinity(0)) if one_host else None
     require_count("devices_per_worker", devices_per_worker)
     require_count("batches", batches)
     chosen = None if strategies is None else _named(strategies)
@@ -99,11 +106,12 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
                 servers,
                 apart=servers_apart,
                 devices=devices_per_worker,
+                cores=cores,
             )
             rows += [replace(row, strategy=name) for row in predicted]
         except ConfigurationError as error:
             refused.append((name, f"not predicted: {error}"))
-    return Forecast(profile, links, tuple(rows), tuple(refused), devices_per_worker)
+    return Forecast(profile, links, tuple(rows), tuple(refused), devices_per_worker, cores)
 
 
 def _rows(
@@ -115,12 +123,17 @@ def _rows(
     *,
     apart: bool,
     devices: int,
+    cores: int | None,
 ) -> Iterator[Prediction]:
     for count in counts:
         own = servers
         if own is None and strategy.has_servers and not strategy.in_workers and strategy.local:
-            own = count  # a setting that these strategies need: one on each host, as "ps" has it
-        yield predict(profile, strategy, count, links, own, apart=apart, devices=devices)
+            own = (
+                1 if cores else count
+            )  # a setting that these strategies need: one on each host, as "ps" has it
+        yield predict(
+            profile, strategy, count, links, own, apart=apart, devices=devices, cores=cores
+        )
 
 
 def for_slow_links(profile: Profile) -> dict[str, Strategy]:

@@ -62,6 +62,7 @@ class Profile:
         own_loop: whether the loop is the user's own, which some settings of a strategy exclude.
         on_device: whether a device computes the passes, while the process' thread sends and receives.
         processor: processor seconds of a pass, on all threads; None: as many as the pass takes.
+        load: processes of this machine that wanted a core before it was measured, on average over a minute.
     """
 
     samples: int
@@ -78,6 +79,7 @@ class Profile:
     own_loop: bool = False
     on_device: bool = False
     processor: float | None = None
+    load: float = 0.0
 
     @cached_property
     def nbytes(self) -> int:

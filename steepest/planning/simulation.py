@@ -6,7 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from steepest.core.engine.hosting import make_coordinator
@@ -73,6 +73,7 @@ def make_job(
     *,
     apart: bool = False,
     devices: int = 1,
+    together: bool = False,
 ) -> Job:
     """Return the job of which steps are predicted.
 
@@ -83,6 +84,7 @@ def make_job(
         servers: processes, of a strategy that has them; None for its default on that number of nodes.
         apart: whether each server has a host of its own; otherwise they are dealt to the workers' hosts in turn.
         devices: replicas of a worker.
+        together: whether all processes share one host.
 
     Raises:
         ConfigurationError: the strategy does not allow these numbers, or cannot be predicted.
@@ -96,12 +98,14 @@ def make_job(
         )
     if servers is not None and not strategy.in_workers and not strategy.in_driver:
         strategy = strategy.with_servers(servers)
-    count = strategy.servers_for(workers, workers)
+    count = strategy.servers_for(1 if together else workers, workers)
     if workers == 1 and not strategy.in_driver:  # one process has all
         count = 1
     first = workers if apart and not strategy.in_workers and workers > 1 else 0
     where = [index if first else index % workers for index in range(count)]
     hosts = HostMap(tuple(range(workers)), tuple(first + host for host in where))
+    if together:
+        hosts = HostMap((0,) * workers, (0,) * count)
     described = Description(profile.layout(strategy.cut), profile.spec, _SAMPLES, profile.samples)
     if described.layout.opaque_chunks:
         raise ConfigurationError(
@@ -120,10 +124,37 @@ def predict(
     *,
     apart: bool = False,
     devices: int = 1,
+    cores: int | None = None,
 ) -> Prediction:
-    """Predict the steps of a job; arguments and errors as of `make_job`."""
-    return predict_job(
-        make_job(profile, strategy, workers, servers, apart=apart, devices=devices), profile, links
+    """Predict the steps of a job; arguments and errors as of `make_job`.
+
+    Args:
+        cores: of the one host that all processes share; None for a host for each worker.
+    """
+    shares = cores is not None
+    job = make_job(
+        profile, strategy, workers, servers, apart=apart, devices=devices, together=shares
+    )
+    found = predict_job(job, profile, links)
+    return found if cores is None else _sharing(found, cores, profile)
+
+
+def _sharing(found: Prediction, cores: int, profile: Profile) -> Prediction:
+    """Return the prediction of a job whose processes share cores, from one in which each has its own.
+
+    Passes that want more cores than there are take as much longer, and no step takes less than the processor time of
+    all processes on all cores.
+    """
+    computed = found.computing * found.seconds  # of a worker
+    wanted = found.workers * (1.0 if profile.occupied == 0 else profile.occupied)
+    stretch = 1.0 if profile.on_device else max(wanted / cores, 1.0)
+    spent = found.of_workers + found.of_servers
+    seconds = max(found.seconds + (stretch - 1.0) * computed, spent / cores)
+    return replace(
+        found,
+        seconds=seconds,
+        samples_per_second=found.samples_per_second * found.seconds / seconds,
+        computing=min(computed * stretch / seconds, 1.0),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -237,7 +238,9 @@ def test_a_plan_has_a_row_for_each_strategy_and_number() -> None:
         advice[0]
         == "ps, allreduce, async, ssp, local: of 2 to 4 workers no number is faster than one process alone."
     )
-    assert len({line.partition(": ")[2] for line in advice[:-2]}) == len(advice) - 2
+    assert len({line.partition(": ")[2] for line in advice[:-1]}) == len(advice) - 1
+    assert advice[-1].startswith("Fastest in samples a second")
+    assert "ignores learning" in advice[-1]
     rows = list(csv.DictReader(io.StringIO(forecast.csv())))
     assert len(rows) == len(forecast.rows)
     assert float(rows[0]["step_seconds"]) == pytest.approx(SECONDS, rel=1e-3)
@@ -430,3 +433,54 @@ def test_the_command_says_what_is_wrong(
 ) -> None:
     assert main.main(["plan", "no_such_script.py", *given]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("workers", "cores"), [(1, 2), (2, 2), (3, 2), (8, 2), (8, 8)])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", "local", "async"])
+def test_workers_of_one_host_share_its_cores(strategy: str, workers: int, cores: int) -> None:
+    """Without costs beside the passes, a step takes as long as all passes on all cores."""
+    found = predict(made_up(SECONDS), as_strategy(strategy), workers, SLOW, cores=cores)
+    alone = predict(made_up(SECONDS), as_strategy(strategy), 1, SLOW)
+    share = max(workers / cores, 1.0)
+    assert found.seconds == pytest.approx(alone.seconds * share, rel=0.02)
+    assert found.sent == 0  # no link is there
+    assert found.samples_per_second == pytest.approx(
+        alone.samples_per_second * workers / share, rel=0.02
+    )
+    assert found.computing == pytest.approx(1.0, abs=0.02)
+
+
+def test_what_servers_of_one_host_compute_takes_its_cores_too() -> None:
+    costs = Costs(applied=1e-9, added=1e-9)
+    profile = made_up(SECONDS, costs=costs)
+    spare, short = (predict(profile, as_strategy("ps"), 2, SLOW, cores=each) for each in (8, 1))
+    assert short.seconds >= short.of_workers + short.of_servers - 1e-9
+    assert short.seconds > spare.seconds
+
+
+def test_one_host_is_planned_with_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    forecast = steepest.plan(made_up(SECONDS), workers=[2, 4, 8], strategies=["ps"], one_host=True)
+    assert forecast.cores == 4
+    two, four, eight = (row.samples_per_second for row in forecast.rows)
+    assert four == pytest.approx(2 * two, rel=0.02)
+    assert eight == pytest.approx(four, rel=0.02)
+    with pytest.raises(ConfigurationError, match="leave one of them out"):
+        steepest.plan(made_up(SECONDS), one_host=True, servers_apart=True)
+
+
+def test_a_note_is_told_once_and_the_load_where_it_disturbs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What several strategies are refused for stands there once; so does what others did meanwhile."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    quiet_profile = made_up(SECONDS)
+    forecast = steepest.plan(quiet_profile, workers=[2], strategies=["ps"])
+    refused = tuple((name, "not predicted: tables") for name in ("ps", "async", "local"))
+    words = replace(forecast, refused=refused).advice()
+    assert [line for line in words if "tables" in line] == [
+        "ps, async, local: not predicted: tables"
+    ]
+    assert not any("wanted one of" in line for line in words)
+    busy = replace(forecast, profile=replace(quiet_profile, load=3.2))
+    assert "Measured while 3.2 processes" in busy.advice()[-1]
