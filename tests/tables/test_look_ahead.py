@@ -240,6 +240,29 @@ def test_a_function_says_which_ids_a_batch_will_need() -> None:
     assert max(m.version for m in early) == 4 > max(m.version for m in late)
 
 
+def test_all_look_ups_of_a_batch_are_one_message_to_each_server() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            how: Any = {"optimizer": SGD(lr=0.1)}
+            self.bags = nn.ModuleList(
+                EmbeddingBag(Table(name, dim, **how), mode="sum")
+                for name, dim in (("a", 3), ("b", 3), ("c", 5))
+            )
+            self.out = nn.Linear(11, 1)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            columns = ids[:, :1], ids[:, 1:], ids
+            found = [bag(part) for bag, part in zip(self.bags, columns, strict=True)]
+            return self.out(torch.cat(found, 1))
+
+    _, pulls = asked_in(Twice, None)
+    by_version = Counter(message.version for message in pulls)
+    # two workers with two servers: look-up by look-up in the first step, together afterwards
+    assert 2 * 2 < by_version[0] <= 2 * 2 * 3
+    assert [by_version[version] for version in (1, 2, 3)] == [2 * 2] * 3
+
+
 def test_a_place_that_was_right_by_chance_is_found_anew() -> None:
     """Some batches have the same ids in two places."""
     first = IDS.clone()
