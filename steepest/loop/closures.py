@@ -189,6 +189,8 @@ def _evaluated(loop: UserLoop, by: ByClosure, closure: Callable[[], Any] | None)
     if closure is not None:
         with torch.enable_grad():
             loss = torch.as_tensor(closure()).detach()
+        if loop.losses.looks.is_looking:
+            loop.losses.end_part()
     mean = loop.gatherer.average(loss, by.parameters)
     if closure is None and all(parameter.grad is None for parameter in by.parameters):
         raise ConfigurationError(NO_GRADIENT.format(""))

@@ -121,11 +121,6 @@ class Cursor:
         return self._source is not None
 
     @property
-    def number(self) -> int:
-        """The number of the present batch, or round."""
-        return self.place.batch
-
-    @property
     def back(self) -> int:
         """How many batches directly before the present one there are in the present sum of gradients."""
         return self.place.batch - self._opened.batch

@@ -85,9 +85,14 @@ class Gatherer:
         gathered = self.region is Region.BEFORE and self._nth > 0
         return now != (self._dealt_to if gathered else self._dealt_to._replace(drops=now.drops))
 
+    @property
+    def has_gathered(self) -> bool:
+        """Whether the loop has gathered since it took its batch, or its last step in that."""
+        return self._nth % GATHERINGS_OF_STEP > 0
+
     def behind_steps(self, cursor: Cursor | None) -> list[Any]:
         """Return what was gathered behind steps that the loop has taken, see `Gatherings.behind_steps`."""
-        before = 0 if cursor is None else cursor.number + (cursor.place.step > 0)
+        before = 0 if cursor is None else cursor.place.batch + (cursor.place.step > 0)
         return self.gatherings.behind_steps(before)
 
     def put(self, wanted: GatheringParts) -> None:

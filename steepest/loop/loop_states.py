@@ -184,7 +184,7 @@ class LoopStates:
     def _is_amid_sum(self) -> bool:
         """Whether the loop is between two batches whose gradients it adds up."""
         cursor = self._loop.cursor
-        if cursor is None or cursor.place.inside or not cursor.number:
+        if cursor is None or cursor.place.inside or not cursor.place.batch:
             return False
         waits = self._job.asked is Ask.BATCH or self._is_at_top
         held, is_first = self._loop.held, cursor.has_loader and not self._loop.steps.stepping

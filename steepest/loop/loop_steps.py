@@ -224,8 +224,10 @@ class LoopSteps:
             raise ConfigurationError(changed_state(type(optimizer).__name__))
         if not self._has_trained:
             self._look_for_gradients(prepared)
+        if loop.losses.looks.is_looking:
+            loop.losses.end_part()
         loop.begin_step()
-        if loop.losses.are_parts or prepared.model.tables:
+        if prepared.model.tables:
             self._look_at_losses(prepared)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         prepared.model.hyper, self.changed = changed if any(changed) else None, changed
@@ -236,25 +238,18 @@ class LoopSteps:
         loop.job.turns.ask(Ask.COMMIT)
         self.lacks_batches = False
         prepared.model.clip_step = None
-        if self.edits and loop.weights.counts_said:
-            self._tell_of_edits(
-                "the loop changes gradients of several batches that have said what they weigh, by which each backward "
-                "pass counts already (let each loss be the mean over its batch's weight)"
-            )
-        elif self.edits and loop.own_weight is None:  # else it divides by what it has said, perhaps
-            self._tell_of_edits("the loop changes its gradients between backward() and step()")
-        elif loop.epoch != self._hooks_looked_at:
+        if self.edits:
+            self._look_at_edits()
+        if loop.epoch != self._hooks_looked_at:
             self._look_for_hooks(prepared)
         self.last = loop.at_step
         loop.end_step(index)
         self.changed = None
 
     def _look_at_losses(self, prepared: Prepared) -> None:
-        """Warn, at a step, of losses that are no mean, or of none where rows move without a gradient of their own."""
+        """Warn, at a step, of no loss where rows of embedding tables move without a gradient of their own."""
         loop, tables = self._loop, prepared.model.tables
-        if loop.losses.are_parts:
-            loop.losses.check_each()
-        if not tables or loop.losses.found or not (loop.has_samples and self.averages):
+        if loop.losses.found or not (loop.has_samples and self.averages):
             return
         if moving := [each.name for each in tables if each.optimizer.moves_by_itself]:
             warnings.warn(
@@ -275,6 +270,16 @@ class LoopSteps:
                     f"parameter {name!r} has a hook of its gradient (register_hook)"
                 )
                 return
+
+    def _look_at_edits(self) -> None:
+        """Warn of gradients that the loop changes, unless it divides by what it has said that they weigh."""
+        if self._loop.weights.counts_said:
+            self._tell_of_edits(
+                "the loop changes gradients of several batches that have said what they weigh, by which each backward "
+                "pass counts already (let each loss be the mean over its batch's weight)"
+            )
+        elif self._loop.own_weight is None:
+            self._tell_of_edits("the loop changes its gradients between backward() and step()")
 
     def _tell_of_edits(self, what: str) -> None:
         """Warn once of gradients that each worker changes by itself."""
@@ -297,7 +302,7 @@ class LoopSteps:
         alike = loop.own_weight is None and loop.samples * loop.job.size == loop.whole
         known = alike and passes and not (self.lacks_batches or self.trying)
         if cursor is not None:
-            batch, step = cursor.number - 1, cursor.place.step
+            batch, step = cursor.place.batch - 1, cursor.place.step
         else:
             batch, step = 0 if taken is None else taken.where.step, 0
         return StepDigest(loop.epoch, batch, step, index, passes if known else None)

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.core.models.losses import OURS, PERHAPS, SUMMED, factor_of, summed_by
+from steepest.core.models.loss_graph import PERHAPS, SUMMED, summed_by
+from steepest.core.models.losses import OURS
 from steepest.errors import ConfigurationError
+from steepest.loop.loss_looks import DO_SUM, LossLooks
 
 if TYPE_CHECKING:
     from steepest.loop.user_loop import UserLoop
 
 
 _torchs_backward: Any = torch.autograd.backward  # `Tensor.backward` calls it, too
-_DO = "give steepest.prepare(..., reduction='sum'), or take the mean"
-_ROUNDING = 1e-3  # of a number by which losses are divided
-_FEW = 3  # samples of a batch from which on as many backward passes are one for each
+_torchs_grad: Any = torch.autograd.grad
 _OUTSIDE = -1  # of any backward pass
+_BY_HAND = (
+    "torch.autograd.grad() in a batch whose gradients are added to those of batches that are split otherwise: only "
+    "those of backward() are multiplied by the share of each worker; call that, or step after each batch"
+)
 
 
 class Losses:
@@ -33,7 +37,7 @@ class Losses:
 
     Attributes:
         found: those of the last step, or of the step in progress.
-        are_parts: whether losses may be of single samples: until a step has shown what they are.
+        looks: those at the losses of some batches.
         scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`; None: the loop has yet to say.
     """
 
@@ -41,10 +45,8 @@ class Losses:
         self.found: list[torch.Tensor] = []
         self.scale: float | None = 1.0
         self._loop = loop
-        self._has_looked = False
-        self.are_parts = True
-        # by what number all losses since the last step were multiplied last; 0 if by none, or by several
-        self._factor = 0.0
+        self._has_looked = self._has_warned = False
+        self.looks = LossLooks()
 
     def add(self, loss: torch.Tensor) -> None:
         """Take the loss of a backward pass; ConfigurationError: it adds up samples, and is to be their mean.
@@ -56,29 +58,39 @@ class Losses:
             if (found := summed_by(loss, samples)) is not None:
                 name, is_certain = found
                 if is_certain:
-                    raise ConfigurationError(SUMMED.format(name, _DO))
+                    raise ConfigurationError(SUMMED.format(name, DO_SUM))
+                self._has_warned = True
                 if not self._loop.rank:
-                    warnings.warn(SUMMED.format(name, _DO) + PERHAPS, stacklevel=line_of_user())
-        if self.are_parts and loss.grad_fn is not None:
-            factor = factor_of(loss.grad_fn, loss.grad_fn.name())
-            self._factor = factor if not self.found or factor == self._factor else 0.0
+                    warnings.warn(SUMMED.format(name, DO_SUM) + PERHAPS, stacklevel=line_of_user())
+        if self.looks.is_looking:
+            self.looks.see(loss)
         counted = loss.detach()
         self.found.append(counted if self.scale in (1.0, None) else counted * self.scale)
 
-    def check_each(self) -> None:
-        """Warn, at a step, of losses of single samples that are divided by another number than the batch has here."""
-        samples = self._loop.averaged
-        if not samples:
-            return
-        self.are_parts = False
-        of_each = len(self.found) == samples == self._loop.samples and samples >= _FEW
-        if self._factor and of_each and abs(1 / self._factor - samples) > _ROUNDING * samples:
-            warnings.warn(
-                f"worker {self._loop.rank}: backward() was called for each of the {samples} samples of a batch, with "
-                f"losses divided by {1 / self._factor:g}: where they are to be the mean of the batch, divide by what "
-                "it has on this worker, such as len(x)",
-                stacklevel=line_of_user(),
-            )
+    def add_parts(self, parts: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the losses of a backward pass that begins with a gradient for each of them."""
+        if self.looks.is_looking:
+            self.looks.see(parts, gradient)
+
+    def add_by_hand(self, loss: torch.Tensor) -> None:
+        """Take a loss of which the loop asks for the gradients of trained parameters, by `torch.autograd.grad`.
+
+        Warn if these are to be added to gradients of other batches: they are not multiplied by the batch's share.
+        """
+        if self.looks.is_looking and loss.dim() == 0:
+            self.looks.see(loss)
+        if self.scale not in (1.0, None) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"worker {self._loop.rank}: {_BY_HAND}", stacklevel=line_of_user())
+
+    def end_part(self) -> None:
+        """Note that a step is to be taken, or the next batch begins; warn if the losses since are not a mean."""
+        loop = self._loop
+        is_gathered = loop.gatherer.has_gathered  # of the samples of all workers, perhaps
+        wrong = self.looks.end(0 if is_gathered else loop.reduced, sums=loop.sums)
+        if wrong and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"worker {self._loop.rank}: {wrong}", stacklevel=line_of_user())
 
 
 def line_of_user() -> int:
@@ -100,13 +112,13 @@ def watched(here: Here) -> Iterator[None]:
     """Have the losses of loops see those whose backward pass runs, while any function runs."""
     _watching.append(here)
     if len(_watching) == 1:
-        torch.autograd.backward = _backward
+        torch.autograd.backward, torch.autograd.grad = _backward, _grad
     try:
         yield
     finally:
         _watching.pop()
         if not _watching:
-            torch.autograd.backward = _torchs_backward
+            torch.autograd.backward, torch.autograd.grad = _torchs_backward, _torchs_grad
 
 
 @functools.wraps(_torchs_backward)
@@ -121,6 +133,8 @@ def _backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: 
                     f"backward() was called on a loss of shape {tuple(loss.shape)}: give one number, the mean of the "
                     "batch, such as by loss.mean() or without reduction='none'"
                 )
+            elif isinstance(grad_tensors, torch.Tensor) and grad_tensors.shape == loss.shape:
+                losses.add_parts(loss, grad_tensors)
         if losses.scale is None:
             raise ConfigurationError(
                 "backward() without steepest.weight() in a batch whose gradients are added to those of batches that "
@@ -129,6 +143,17 @@ def _backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: 
         if losses.scale != 1.0:
             grad_tensors = _scaled(tensors, grad_tensors, losses.scale)
     return _torchs_backward(tensors, grad_tensors, *arguments, **named)
+
+
+@functools.wraps(_torchs_grad)
+def _grad(outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+    losses = _watching[0]() if _watching else None
+    is_for_update = isinstance(outputs, torch.Tensor) and not named.get("create_graph")
+    if losses is not None and is_for_update and torch._C._current_graph_task_id() == _OUTSIDE:
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        if any(isinstance(each, torch.nn.Parameter) for each in inputs):
+            losses.add_by_hand(outputs)
+    return _torchs_grad(outputs, inputs, *arguments, **named)
 
 
 def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> Any:

@@ -319,11 +319,11 @@ class UserLoop:
         while self.epoch < count:
             cursor.begin(self.epoch)
             if cursor.has_loader:
-                self.gatherer.enter(Region.TOP, cursor.number)
+                self.gatherer.enter(Region.TOP, cursor.place.batch)
                 self.states.open_epoch()
             else:
                 self._begin_batch(cursor)
-                self.gatherer.enter(Region.BEFORE, cursor.number)
+                self.gatherer.enter(Region.BEFORE, cursor.place.batch)
             self.states.let_objects_go()
             self.batches += 1
             self.own_weight = None
@@ -569,6 +569,7 @@ class UserLoop:
         self.samples += samples
         self.weight += samples
         self.calls.count(samples)
+        self.losses.looks.begin(self.epoch, samples)
         self._batch_weight, self.own_weight = float(samples), None
 
     def _end_epoch(self) -> None:
@@ -599,21 +600,21 @@ class UserLoop:
             cursor.go_on_with_pass()
         if not cursor.has_more(self.job.size):
             if self.gatherer.region is not Region.END:
-                self.gatherer.enter(Region.END, cursor.number)
-                self._seed_for(cursor.number, 0, Region.END)
+                self.gatherer.enter(Region.END, cursor.place.batch)
+                self._seed_for(cursor.place.batch, 0, Region.END)
             own.is_over = True
             raise StopIteration
         while self.pending is None and not cursor.skip:
             self.job.turns.ask(Ask.BATCH)
         self._begin_batch(cursor)
-        self._seed_for_loading(cursor.number)
+        self._seed_for_loading(cursor.place.batch)
         batch = cursor.next_batch(self.job.rank, self.job.size)
-        self._seed_for(cursor.number)
+        self._seed_for(cursor.place.batch)
         if cursor.is_at_last:
             self.states.hold_objects()
         else:
             self.states.let_objects_go()
-        self.gatherer.enter(Region.BEFORE, cursor.number)
+        self.gatherer.enter(Region.BEFORE, cursor.place.batch)
         self.gatherer.order = []
         self.batches += 1
         self.own_weight = None
@@ -643,6 +644,7 @@ class UserLoop:
         self._seen = before[0] + samples, before[1] + whole
         kinds = {"sums": self.sums, "learned": learned, "even": cursor.deals_evenly}
         self.weights.begin(samples, cursor.samples_of_all, self.job.size, **kinds)
+        self.losses.looks.begin(self.epoch, cursor.samples or 0)
         self.weight, self.losses.scale = self.weights.weight, self.weights.scale
         if (factor := self.weights.rescale) is None or self.prepared is None:
             return
@@ -675,6 +677,8 @@ class UserLoop:
 
     def _begin_batch(self, cursor: Cursor) -> None:
         """Note that the next batch, or round, begins, whose gradients may be added to those of batches before."""
+        if self.losses.looks.is_looking:
+            self.losses.end_part()
         holds = self.held.begin_batch()
         if not cursor.place.step:  # of a sum this worker may have had nothing to learn yet
             is_first = cursor.has_loader and not self.steps.stepping
@@ -763,7 +767,7 @@ class UserLoop:
         if cursor.is_amid_epoch:  # of what the others have left behind them
             return True
         self._end_step_of(cursor, index)
-        self._seed_for(cursor.number, cursor.place.step)
+        self._seed_for(cursor.place.batch, cursor.place.step)
         self.losses.found = []
         if not cursor.skip and self.arriving is not None:  # the next one is taken with the others
             self.held.note_computed_anew()
@@ -804,7 +808,7 @@ class UserLoop:
             self._end_step_of(cursor, index)
             self.weight = self.weights.weight  # of a further step of the batch
             self.states.begin_step()
-            self._seed_for(cursor.number, cursor.place.step)
+            self._seed_for(cursor.place.batch, cursor.place.step)
             self.gatherer.gatherings.drop_before(cursor.first_number)
             if cursor.is_at_last or self.gatherer.among_batches:
                 self.states.hold_objects()
@@ -857,6 +861,13 @@ class UserLoop:
         if self.cursor is not None:
             return self.cursor.samples or 0
         return self.taken.samples if self.taken is not None and self.weight == self.samples else 0
+
+    @property
+    def reduced(self) -> int:
+        """The number of samples of which a loss is to be the mean, or the sum; 0 where it may be something else."""
+        if not self.sums or self.cursor is None or not self.steps.averages:
+            return self.averaged
+        return self.cursor.samples or 0
 
     @property
     def at_step(self) -> int:

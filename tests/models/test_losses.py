@@ -343,6 +343,15 @@ SUMS: dict[str, tuple[Any, str | None]] = {
     "with a weight": (lambda o, t: (summed(o, t), 1.0), None),
     "a mean of sums": (lambda o, t: ((o - t) ** 2).sum(1).mean(), None),
     "a mean and a penalty": (lambda o, t: F.mse_loss(o, t) + o.square().sum(), None),
+    "labels that are smoothed": (
+        lambda o, t: F.cross_entropy(o, t.argmax(1), label_smoothing=0.1),
+        None,
+    ),
+    "a sum with smoothed labels": (
+        lambda o, t: F.cross_entropy(o, t.argmax(1), label_smoothing=0.1, reduction="sum"),
+        "told: NllLoss",
+    ),
+    "targets that are probabilities": (lambda o, t: F.cross_entropy(o, t.softmax(1)), None),
 }
 
 

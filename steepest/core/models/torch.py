@@ -24,17 +24,15 @@ from steepest.core.models.arguments import (
     sparse_gradient,
 )
 from steepest.core.models.containers import changed_parts
+from steepest.core.models.loss_graph import PERHAPS, SUMMED, summed_by
 from steepest.core.models.losses import (
     ONE_SAMPLE,
-    PERHAPS,
-    SUMMED,
     Loss,
     Weighed,
     call,
     called_backward,
     of_one_sample,
     own_loss,
-    summed_by,
     users_line,
     weigh,
     with_parts,
