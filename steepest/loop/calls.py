@@ -152,7 +152,7 @@ def prepare(
     if bare := bare_tensors(modules, optimizers, tensors):
         modules.append(BareTensors(bare))
     _check_enough(modules, optimizers, schedulers)
-    if loop.is_prepared:
+    if loop.job.is_prepared:
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
@@ -165,16 +165,16 @@ def prepare(
     model = LoopModel(loop, module, servers, shares, project, table_shards, buffers)
     _check_tables(model, alike=len(servers) == 1 and data is not None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
-    further = loaders[1:] if loop.together else []
+    further = loaders[1:] if loop.job.kind.together else []
     made: dict[int, Any] = {id(each): EvaluationLoader(each, loop) for each in further}
     if data is not None:
-        whole = cursor.whole_batch(loop.size) if cursor else step_size().of(data.batch_size)
+        whole = cursor.whole_batch(loop.job.size) if cursor else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
     found = tuple(made.get(id(each), each) for each in objects)
     sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
     given = (*objects, *found)
-    if loop.size > 1:
-        tell_of_own_buffers(modules, loop.rank, buffers or ())
+    if loop.job.size > 1:
+        tell_of_own_buffers(modules, loop.job.rank, buffers or ())
     loop.prepare(Prepared(model, servers, schedulers, cursor, closures, sums, enter, given))
     return found[0] if len(found) == 1 else found
 
@@ -194,7 +194,7 @@ def _at_servers(
 ) -> tuple[list[torch.optim.Optimizer], list[tuple[int, ByClosure]]]:
     """Return the optimizers that servers have, and those that step in each worker, with the number of theirs there."""
     in_workers = steps_in_workers(optimizers)
-    if in_workers and (loop.local or not (loop.together and reduction == "mean")):
+    if in_workers and (loop.job.kind.local or not (loop.job.kind.together and reduction == "mean")):
         first = optimizers[min(in_workers)]
         why = (
             "whose step() needs a closure"
@@ -267,7 +267,7 @@ def _cursor(
     loop: UserLoop, optimizers: Sequence[torch.optim.Optimizer], data: TrainingData | None
 ) -> Cursor | None:
     """Return the place of a loop whose workers go through all batches together; None where each has its own shares."""
-    if not loop.together or loop.local:
+    if not loop.job.kind.together or loop.job.kind.local:
         _check_alone(loop, optimizers, data)
         return None
     whole = step_size().samples
@@ -277,11 +277,11 @@ def _cursor(
                 f"global_batch_size={whole} with a loop without a loader, which makes its data itself: leave it out, "
                 "and let each worker make its part of them, by steepest.size()"
             )
-        return Cursor(None, 1, loop.seed)
+        return Cursor(None, 1, loop.job.kind.seed)
     if data.source is None:
         assert data.stream is not None
-        return StreamCursor(data.stream, loop.seed, whole)
-    return Cursor(data.source, data.batch_size, loop.seed, whole)
+        return StreamCursor(data.stream, loop.job.kind.seed, whole)
+    return Cursor(data.source, data.batch_size, loop.job.kind.seed, whole)
 
 
 def _check_alone(
@@ -296,7 +296,7 @@ def _check_alone(
         what = "an iterable data set without __len__"
     else:
         return
-    if loop.local:
+    if loop.job.kind.local:
         raise ConfigurationError(
             f'{what} with strategy="local": each batch of a loader is one update of the worker\'s own there, of a '
             'single optimizer; give strategy="ps" or "allreduce"'
@@ -389,7 +389,7 @@ def weight(value: float) -> None:
         value: zero or more.
     """
     if (loop := calling("weight")) is not None:
-        loop.weigh(value)
+        loop.weights.say(value)
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
@@ -482,5 +482,5 @@ def size() -> int:
 
 def _of(name: str, alone: int) -> int:
     loop = seen_from(name)
-    found: int = alone if loop is None else getattr(loop, name)
+    found: int = alone if loop is None else getattr(loop.job, name)
     return found

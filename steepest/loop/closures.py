@@ -171,7 +171,7 @@ def step_by_closure(
         steps.check_may_step()
         steps.trying = by
         loss = by.step(partial(_evaluated, loop, by, closure), steps.end_trial)
-        del loop.losses.found[1:]
+        del loop.weights.losses.found[1:]
         push()
         by.end_step(left_out=steps.is_left_out)
         return None if closure is None else loss
@@ -189,8 +189,8 @@ def _evaluated(loop: UserLoop, by: ByClosure, closure: Callable[[], Any] | None)
     if closure is not None:
         with torch.enable_grad():
             loss = torch.as_tensor(closure()).detach()
-        if loop.losses.looks.is_looking:
-            loop.losses.end_part()
+        if loop.weights.losses.looks.is_looking:
+            loop.weights.losses.end_part()
     mean = loop.gatherer.average(loss, by.parameters)
     if closure is None and all(parameter.grad is None for parameter in by.parameters):
         raise ConfigurationError(NO_GRADIENT.format(""))

@@ -38,9 +38,9 @@ class _Enumerate(enumerate[Any]):
         return made
 
     def __next__(self) -> tuple[int, Any]:
-        passed_by = self._loop.passed_by
+        passed_by = self._loop.entry.passed_by
         number, value = super().__next__()
-        self._before += self._loop.passed_by - passed_by
+        self._before += self._loop.entry.passed_by - passed_by
         return number + self._before, value
 
 
@@ -64,9 +64,9 @@ class _Zip(zip):  # type: ignore[type-arg]  # it cannot be subscripted
         values: list[Any] = []
         moved: list[int] = []  # by each, the loop: the batches that were passed by
         for each in self._iterators:
-            before = self._loop.passed_by
+            before = self._loop.entry.passed_by
             values.append(next(each, _END))
-            moved.append(self._loop.passed_by - before)
+            moved.append(self._loop.entry.passed_by - before)
             if values[-1] is _END and not self._strict:
                 break
         for at in range(len(values)):

@@ -70,7 +70,7 @@ class Gatherer:
     @property
     def _seat(self) -> LoopSeat:
         """As whom the loop takes part, as far as it has been told."""
-        return LoopSeat(self._loop.rank, self._loop.size, self.gatherings.drops)
+        return LoopSeat(self._loop.job.rank, self._loop.job.size, self.gatherings.drops)
 
     # -- for the worker's thread ---------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Gatherer:
         assert wanted is not None
         if waits and self.gatherings.found(wanted) is None:
             try:
-                self._loop.turns.show()  # also where the wait is given up, until the function goes on
+                self._loop.job.turns.show()  # also where the wait is given up, until the function goes on
                 self.gatherings.wait(wanted)
             except BaseException:
                 self._held = self._held or HeldGenerators()
@@ -144,7 +144,7 @@ class Gatherer:
     ) -> list[torch.Tensor]:
         """Return the parts of all workers at a place, to which a call of the user's has come."""
         wanted = GatheringParts(place, own, self._seat, self._loop.steps_taken)
-        found: list[torch.Tensor] = self._loop.turns.ask(wanted)
+        found: list[torch.Tensor] = self._loop.job.turns.ask(wanted)
         check_here(found, call)
         return found
 
@@ -156,15 +156,17 @@ class Gatherer:
                 "steepest.gather() before steepest.epochs(): call it in the loop, or after it, so that a worker that "
                 "joins later knows which values are meant"
             )
-        if not loop.together:
+        if not loop.job.kind.together:
             do = (
-                "leave quorum= and pace= out" if loop.local else 'give strategy="ps" or "allreduce"'
+                "leave quorum= and pace= out"
+                if loop.job.kind.local
+                else 'give strategy="ps" or "allreduce"'
             )
             raise ConfigurationError(
                 "steepest.gather() where workers do not wait for each other: report() gives the driver means over "
                 f"them; or {do}"
             )
-        if loop.stands_in or loop.passes_by:
+        if loop.entry.stands_in or loop.passes_by:
             return alone(value)
         if self.region is Region.TOP:
             return self._gather_at_top(value)
@@ -176,10 +178,10 @@ class Gatherer:
             found = from_record(value, self.gathered_at_top[self._at_top])
             self._at_top += 1
             return found
-        if self._loop.is_arriving:
+        if self._loop.entry.arriving is not None:
             raise ConfigurationError(
-                f"worker {self._loop.rank} has entered the epoch later than others, and gathers before its first batch "
-                "where these have not: let all workers gather there equally often"
+                f"worker {self._loop.job.rank} has entered the epoch later than others, and gathers before its first "
+                "batch where these have not: let all workers gather there equally often"
             )
         found = self._gather(value)
         self.gathered_at_top.append(recorded(found))
@@ -188,9 +190,9 @@ class Gatherer:
 
     def _gather(self, value: Any) -> Any:
         loop = self._loop
-        if loop.size == 1:
+        if loop.job.size == 1:
             return alone(value)
-        if loop.local and self.region is not Region.END:
+        if loop.job.kind.local and self.region is not Region.END:
             raise ConfigurationError(
                 'steepest.gather() between the batches of an epoch with strategy="local", where workers have weights '
                 "of their own and do not wait for each other: call it behind the loop over the loader"
@@ -206,7 +208,7 @@ class Gatherer:
             found: torch.Tensor = Gathered.apply(leaf, whole, rows, partial(self._summed, back))  # type: ignore[no-untyped-call]
             return found
 
-        return joined(value, parts, self.order, loop.rank, follow)
+        return joined(value, parts, self.order, loop.job.rank, follow)
 
     def total(self, number: float) -> float:
         """Return the sum over all workers of a number, for which each of them asks at the same place."""
@@ -220,7 +222,7 @@ class Gatherer:
 
     def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
-        weight = 1.0 if self._loop.sums else self._loop.present_weight
+        weight = 1.0 if self._loop.prepared.sums else self._loop.weights.present
         wide = gradient.to(sum_dtype(gradient.dtype))
         own = wide * weight if weight else torch.zeros_like(wide)
         parts = self._ask(place, pack({"leaves": [own]}))
@@ -235,8 +237,8 @@ class Gatherer:
 
         One that has a gradient on no worker has none behind it either.
         """
-        place, weight = self._place(), self._loop.present_weight
-        if self._loop.size == 1:
+        place, weight = self._place(), self._loop.weights.present
+        if self._loop.job.size == 1:
             return loss
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         has = torch.tensor([p.grad is not None for p in parameters])

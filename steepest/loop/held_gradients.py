@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 
 class _Mark(NamedTuple):
-    """A gradient as it was found: which tensor, and how often it had been written to."""
+    """A gradient at some time: which tensor, and how often it had been written to."""
 
     tensor: weakref.ReferenceType[torch.Tensor]
     version: int
+
+
+@dataclass
+class _OfOptimizer:
+    """The gradients of one optimizer.
+
+    Attributes:
+        optimizer: whose they are.
+        left: those that its last step has left.
+        at_batch: those that were there when the batch began, for a later step.
+        anew: those that were computed by weights that later steps have made.
+        drops: whether its last step was made of other tensors than were there when the batch began; None where that is
+            not known yet.
+    """
+
+    optimizer: torch.optim.Optimizer
+    left: Mapping[int, _Mark] = field(default_factory=dict)
+    at_batch: Mapping[int, _Mark] = field(default_factory=dict)
+    anew: Mapping[int, _Mark] = field(default_factory=dict)
+    drops: bool | None = None
+
+    def held(self) -> dict[int, _Mark]:
+        """Return the gradients; none if they are those of the last step, or zero."""
+        marks = _marks(self.optimizer)
+        touched = [p for p, mark in marks.items() if mark != self.left.get(p)]
+        return marks if any(_is_any(marks[p].tensor()) for p in touched) else {}
+
+    def step(self) -> bool:
+        """Note that the optimizer has stepped; return whether it did with gradients computed anew."""
+        now = _marks(self.optimizer)
+        if self.at_batch:
+            self.drops = not _shared(self.at_batch, now)
+        computed_anew = _shared(self.anew, now)
+        self.left, self.at_batch, self.anew = now, {}, {}
+        return computed_anew
 
 
 class HeldGradients:
@@ -39,66 +75,56 @@ class HeldGradients:
     ) -> None:
         self.awaited: set[int] = set()
         self._holds_rows = holds_rows
-        self._optimizers = optimizers
-        self._left: list[dict[int, _Mark]] = [{} for _ in optimizers]  # by the last step
-        self._found: list[dict[int, _Mark]] = [{} for _ in optimizers]  # when the batch began
-        self._drops: list[bool | None] = [None for _ in optimizers]  # None: not known yet
-        self._anew: list[dict[int, _Mark]] = [{} for _ in optimizers]  # see `note_computed_anew`
+        self._every = [_OfOptimizer(each) for each in optimizers]
 
     def begin_batch(self) -> bool:
         """Note that a batch begins; return whether an optimizer has a part of a later step."""
-        self._found = [self._held(index) for index in range(len(self._optimizers))]
-        rows = None if self._holds_rows is None else self._of_rows()
+        for each in self._every:
+            each.at_batch = each.held()
+        rows = self._of_rows()
         self.awaited = {
-            i for i, drops in enumerate(self._drops) if not drops and (self._found[i] or i == rows)
+            i
+            for i, each in enumerate(self._every)
+            if not each.drops and (each.at_batch or i == rows)
         }
         return bool(self.awaited)
 
     @property
     def is_sure(self) -> bool:
         """Whether one of those optimizers has added gradients up before."""
-        return any(self._drops[index] is False for index in self.awaited)
+        return any(self._every[index].drops is False for index in self.awaited)
 
     @property
     def adds_up(self) -> bool:
         """Whether an optimizer is known to step with gradients of several batches."""
-        return False in self._drops
+        return any(each.drops is False for each in self._every)
 
     def note_computed_anew(self) -> None:
         """Note that present gradients were computed by weights that later steps have made."""
-        self._anew = [_marks(each) for each in self._optimizers]
+        for each in self._every:
+            each.anew = _marks(each.optimizer)
 
     def step(self, index: int) -> bool:
         """Note that an optimizer has stepped, by number; return whether it did with gradients computed anew."""
-        now, found = _marks(self._optimizers[index]), self._found[index]
-        anew, self._anew[index] = self._anew[index], {}
-        if found:
-            kept = [p for p, mark in found.items() if p in now and mark.tensor() is now[p].tensor()]
-            self._drops[index] = not kept
-        self._left[index], self._found[index] = now, {}
         self.awaited.discard(index)
-        if not anew:
-            return False
-        return any(p in now and mark.tensor() is now[p].tensor() for p, mark in anew.items())
+        return self._every[index].step()
 
     @property
     def holds(self) -> bool:
         """Whether an optimizer has a part of a later step now."""
-        rows = None if self._holds_rows is None else self._of_rows()
+        rows = self._of_rows()
         return any(
-            not drops and (i == rows or self._held(i)) for i, drops in enumerate(self._drops)
+            not each.drops and (i == rows or each.held()) for i, each in enumerate(self._every)
         )
 
     def _of_rows(self) -> int | None:
         """Return the number of the optimizer to whose next step gradients of rows belong; None if there are none."""
-        assert self._holds_rows is not None
-        return 0 if self._holds_rows() else None
+        return 0 if self._holds_rows is not None and self._holds_rows() else None
 
-    def _held(self, index: int) -> dict[int, _Mark]:
-        """Return an optimizer's gradients; none if they are those of its last step, or zero."""
-        marks = _marks(self._optimizers[index])
-        touched = [p for p, mark in marks.items() if mark != self._left[index].get(p)]
-        return marks if any(_is_any(marks[p].tensor()) for p in touched) else {}
+
+def _shared(before: Mapping[int, _Mark], now: Mapping[int, _Mark]) -> bool:
+    """Return whether a parameter has the same gradient as before, of whatever version."""
+    return any(p in now and mark.tensor() is now[p].tensor() for p, mark in before.items())
 
 
 def _marks(optimizer: torch.optim.Optimizer) -> dict[int, _Mark]:

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from steepest.core.models.protocol import Where
+from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.loop.prepared import Ask
 from steepest.loop.turns import Turns
+
+
+@dataclass(frozen=True)
+class LoopKind:
+    """How all workers of a job train in loops of their user's own.
+
+    Attributes:
+        seed: of the job.
+        rule: which workers' gradients make an update.
+        local: batches of each round of updates that workers make by themselves; 0 where servers make each update.
+        paced: whether a worker makes as many of them in a round as it manages.
+        ahead: whether it begins a round before it is known whether the one before counts.
+        together: whether every worker contributes to each update.
+    """
+
+    seed: int = 0
+    rule: CommitRule = field(default_factory=CommitAll)
+    local: int = 0
+    paced: bool = False
+    ahead: bool = False
+    together: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "together", self.rule.needs_all)
 
 
 class JobView:
@@ -12,8 +39,10 @@ class JobView:
 
     Args:
         turns: of the two sides' threads.
+        kind: how its workers train.
 
     Attributes:
+        kind: as given.
         turns: as given; others where the function has begun anew.
         rank, size: the number of the worker, and of all workers.
         asked: what the function has asked for last, and waits for; None before it, and once it has ended.
@@ -22,8 +51,8 @@ class JobView:
         passed: steps of the job of which the loop has seen the end.
     """
 
-    def __init__(self, turns: Turns, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, turns: Turns, rank: int, size: int, kind: LoopKind) -> None:
+        self.rank, self.size, self.kind = rank, size, kind
         self.begin_anew(turns)
 
     def begin_anew(self, turns: Turns) -> None:
@@ -31,6 +60,11 @@ class JobView:
         self.turns = turns
         self.asked: Ask | None = None
         self.next_epoch = self.committed = self.passed = 0
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the function has called `prepare` since it began."""
+        return self.asked is not None
 
     def see(self, where: Where) -> None:
         """Note what the place of a step says of the epoch after it."""

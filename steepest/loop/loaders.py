@@ -121,7 +121,7 @@ class EvaluationLoader(PreparedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of a pass."""
-        loop, size = self._loop, self._loop.size
+        loop, size = self._loop, self._loop.job.size
         order: list[list[int]] = [[] for _ in range(size)]
         indices = _indices_of(self.loader)  # the data set may have grown
         ranges = self._batches(len(indices), size)
@@ -130,7 +130,9 @@ class EvaluationLoader(PreparedLoader):
             [even_share(end - begin, rank, size) for rank in range(size)] for begin, end in ranges
         ]
         mine = [
-            indices[places[begin + share[loop.rank][0] : begin + share[loop.rank][1]]].tolist()
+            indices[
+                places[begin + share[loop.job.rank][0] : begin + share[loop.job.rank][1]]
+            ].tolist()
             for (begin, _), share in zip(ranges, shares, strict=True)
         ]
         loop.gatherer.order = order
@@ -148,11 +150,11 @@ class EvaluationLoader(PreparedLoader):
         place, (last, before) = self._loop.place_number, self._passes
         nth = before + 1 if place == last else 0
         vars(self)["_passes"] = place, nth
-        return np.random.default_rng([self._loop.seed, place, nth]).permutation(count)
+        return np.random.default_rng([self._loop.job.kind.seed, place, nth]).permutation(count)
 
     def __len__(self) -> int:
         """Return the number of batches of each worker."""
-        return len(self._batches(len(_indices_of(self.loader)), self._loop.size))
+        return len(self._batches(len(_indices_of(self.loader)), self._loop.job.size))
 
 
 def _indices_of(loader: DataLoader[Any]) -> Any:

@@ -12,8 +12,9 @@ import torch
 from steepest.loop.closures import ByClosure
 from steepest.loop.gathering import Region
 from steepest.loop.job_view import JobView
-from steepest.loop.kept import pack, unpack
-from steepest.loop.prepared import Ask
+from steepest.loop.kept import Kept, pack, unpack
+from steepest.loop.prepared import NOTHING, Ask
+from steepest.loop.script_settings import ScriptSettings
 
 if TYPE_CHECKING:
     from steepest.loop.user_loop import UserLoop
@@ -108,6 +109,8 @@ class LoopStates:
     Attributes:
         tops: by epoch, what the loop had when it entered that, see `open_epoch`; of the epochs in which a worker may
             have to begin.
+        kept: what the user keeps; None without that.
+        settings: what the script has set of its optimizers and schedulers; None before `prepare`.
         rounds: where the loop is in rounds of own updates.
     """
 
@@ -120,18 +123,20 @@ class LoopStates:
         self.tops: dict[int, dict[str, Any]] = {}
         self._objects: torch.Tensor | None = None  # see `hold_objects`
         self.rounds = Rounds()
+        self.kept: Kept | None = None
+        self.settings: ScriptSettings | None = None
         self._end: torch.Tensor | None = None  # see `hold_end`
 
     def state(self) -> dict[str, Any]:
         """Return what the loop has to go on with elsewhere, see `load`."""
         begun = self.begun
-        if self._loop.arriving is not None:
-            return self._loop.arriving if begun is None else unpack(begun.state)
+        if self._loop.entry.arriving is not None:
+            return self._loop.entry.arriving if begun is None else unpack(begun.state)
         if self._is_at_top and not self._is_amid_sum:
-            top = self.tops[self._loop.epoch]
+            top = self.tops[self._loop.batches.epoch]
             present = self._present()
             return {**present, **top["set"], "kept": {**present["kept"], **kept_at(top)}}
-        ends = self._loop.gatherer.region is Region.END and self._loop.cursor is None
+        ends = self._loop.gatherer.region is Region.END and self._loop.prepared.cursor is None
         if ends and self._job.asked is Ask.PARTS and self._end is not None:
             # what it has reported since then is not reported again
             return {**unpack(self._end), "reported": self._loop.next_report}
@@ -154,14 +159,14 @@ class LoopStates:
         They may be large: only where the loop is known to gather among its batches, and at an epoch's last batch.
         """
         loop, self._objects = self._loop, None
-        if loop.size > 1 and loop.kept is not None:
-            self._objects = pack(loop.kept.states())
+        if loop.job.size > 1 and self.kept is not None:
+            self._objects = pack(self.kept.states())
 
     def hold_end(self) -> None:
         """Keep the state at an epoch's end, from which a worker that joins takes part in what is gathered there."""
         loop, self._end = self._loop, None
-        if loop.size > 1 and loop.together:
-            self._end = pack(self.state_at("end", objects=True), loop.batches)
+        if loop.job.size > 1 and loop.job.kind.together:
+            self._end = pack(self.state_at("end", objects=True), loop.batches.count)
 
     def let_objects_go(self) -> None:
         """Keep no objects as they were from now on."""
@@ -174,7 +179,7 @@ class LoopStates:
     @property
     def is_in_step(self) -> bool:
         """Whether the loop is amid a batch, or awaits a commit: what follows its last step there is done again."""
-        cursor = self._loop.cursor
+        cursor = self._loop.prepared.cursor
         if cursor is not None:
             return cursor.place.inside or self._is_amid_sum
         in_batch = self._job.asked is Ask.PARTS and self._loop.gatherer.region is Region.BEFORE
@@ -183,20 +188,20 @@ class LoopStates:
     @property
     def _is_amid_sum(self) -> bool:
         """Whether the loop is between two batches whose gradients it adds up."""
-        cursor = self._loop.cursor
+        cursor = self._loop.prepared.cursor
         if cursor is None or cursor.place.inside or not cursor.place.batch:
             return False
         waits = self._job.asked is Ask.BATCH or self._is_at_top
-        held, is_first = self._loop.held, cursor.has_loader and not self._loop.steps.stepping
+        held, is_first = self._loop.steps.held, cursor.has_loader and not self._loop.steps.stepping
         return waits and (held.holds or ((held.adds_up or is_first) and not cursor.place.step))
 
     @property
     def begun(self) -> BegunRound | None:
         """The first round of own updates that the loop has begun and that is not committed; None if there is none."""
-        begun, taken = self.rounds.begun, self._loop.taken
+        begun, taken = self.rounds.begun, self._loop.batches.taken
         if not begun or not self._job.asked:
             return None
-        if not self._loop.together:
+        if not self._loop.job.kind.together:
             return begun[0]
         for each in begun[:-1]:
             if each.step >= self._job.committed:
@@ -210,15 +215,15 @@ class LoopStates:
     def begin_step(self) -> None:
         """Note what is the state of a worker that takes the step from here on that the loop begins now."""
         self._before = self._set_here()
-        for each in self._in_workers if self._loop.cursor is not None else ():
+        for each in self._in_workers if self._loop.prepared.cursor is not None else ():
             each.note()
-        if self._loop.prepared is not None:
+        if self._loop.prepared is not NOTHING:
             self._loop.prepared.model.note_buffers()
 
     @property
     def _is_at_top(self) -> bool:
         """Whether the loop is between entering an epoch and its first pass over the loader."""
-        cursor = self._loop.cursor
+        cursor = self._loop.prepared.cursor
         at_top = self._loop.gatherer.region is Region.TOP and self._job.asked is not None
         return at_top and cursor is not None and not cursor.place.passes
 
@@ -228,25 +233,25 @@ class LoopStates:
         Where the loop enters later itself, it gets what the others had.
         """
         loop, gathered = self._loop, list[torch.Tensor]()
-        assert loop.cursor is not None
+        assert loop.prepared.cursor is not None
         loop.gatherer.gathered_at_top = gathered
-        if loop.arriving is not None or loop.epoch in self.tops:
-            if (top := self.tops.get(loop.epoch)) is not None:
+        if loop.entry.arriving is not None or loop.batches.epoch in self.tops:
+            if (top := self.tops.get(loop.batches.epoch)) is not None:
                 gathered.extend(top["gathered"])
-                self.tops[loop.epoch] = {**top, "gathered": gathered}
+                self.tops[loop.batches.epoch] = {**top, "gathered": gathered}
             return
-        objects = {} if loop.kept is None else loop.kept.states()
+        objects = {} if self.kept is None else self.kept.states()
         top = {"set": self._set_here(), "objects": pack(objects) if objects else None}
-        first = loop.cursor.first_epoch if loop.held.holds else loop.epoch
+        first = loop.prepared.cursor.first_epoch if loop.steps.held.holds else loop.batches.epoch
         self.tops = {epoch: each for epoch, each in self.tops.items() if epoch >= first}
-        self.tops[loop.epoch] = {**top, "gathered": gathered}
+        self.tops[loop.batches.epoch] = {**top, "gathered": gathered}
 
     def close_top(self) -> None:
         """Note that the loop comes to the first batch of the epoch: what did not change before it is not kept twice."""
-        loop, top = self._loop, self.tops.get(self._loop.epoch)
-        if top is None or top["objects"] is None or loop.kept is None:
+        top = self.tops.get(self._loop.batches.epoch)
+        if top is None or top["objects"] is None or self.kept is None:
             return
-        if torch.equal(top["objects"], pack(loop.kept.states())):
+        if torch.equal(top["objects"], pack(self.kept.states())):
             top["objects"] = None
 
     def begin_sum(self) -> None:
@@ -267,25 +272,24 @@ class LoopStates:
         loop = self._loop
         found = {
             "reports": loop.next_report,
-            "since": dict(loop.calls.since),
-            "kept": {} if loop.kept is None else loop.kept.state(objects=False),
+            "since": dict(loop.reports.since),
+            "kept": {} if self.kept is None else self.kept.state(objects=False),
         }
-        if loop.cursor is not None:
-            found["weights"] = loop.weights.state()
-        if loop.cursor is not None:  # what is between two steps of a batch is done again
+        if loop.prepared.cursor is not None:
+            found["weights"] = loop.weights.sum.state()
+        if loop.prepared.cursor is not None:  # what is between two steps of a batch is done again
             found |= self._scheduled()
-        elif loop.prepared is not None:  # so is what the loop sets before the step
+        elif loop.prepared is not NOTHING:  # so is what the loop sets before the step
             found["groups"] = loop.prepared.model.optimizer_spec.changed(loop.prepared.groups)
         return found
 
     def begin_round(self, step: int) -> None:
         """Note what is the state of a worker that takes a round of own updates, of a step of the job, from here on."""
-        assert self._loop.prepared is not None
-        if self._loop.ahead and self.rounds.begun:  # the round before that is decided on
+        if self._loop.job.kind.ahead and self.rounds.begun:  # the round before that is decided on
             self._loop.reports.note_before(self.rounds.begun[-1].said)
         state = pack(self.state_at("", objects=True))
         self.rounds.open(
-            step, state, self._loop.prepared.model.own_buffers(), ahead=self._loop.ahead
+            step, state, self._loop.prepared.model.own_buffers(), ahead=self._loop.job.kind.ahead
         )
 
     def _present(self, at: str = "", objects: bool = True) -> dict[str, Any]:
@@ -295,55 +299,54 @@ class LoopStates:
             at: "after" a step, or at the "end" of an epoch, where others gather.
             objects: whether to ask the objects that are kept for their state.
         """
-        kept = {} if self._loop.kept is None else self._loop.kept.state(objects)
+        kept = {} if self.kept is None else self.kept.state(objects)
         return {
             "step": self.steps,
-            "batches": self._loop.batches,
+            "batches": self._loop.batches.count,
             "reports": self._loop.next_report,
-            "since": dict(self._loop.calls.since),
+            "since": dict(self._loop.reports.since),
             "kept": kept,
             "at": at,
-            "epoch": self._loop.epoch,
-            **self._loop.schedules.state(),
+            "epoch": self._loop.batches.epoch,
+            **self._loop.steps.schedules.state(),
             "gathers": self._loop.gatherer.among_batches,
-            "local": self._loop.local,
-            "settings": None if self._loop.settings is None else self._loop.settings.state,
+            "local": self._loop.job.kind.local,
+            "settings": None if self.settings is None else self.settings.state,
             "cursor": self._place(),
-            "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,
+            "frozen": None if self._loop.prepared is NOTHING else self._loop.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
-            "entries": self._entries if self._loop.cursor is not None else [],
-            "weights": self._loop.weights.state(),
+            "entries": self._entries if self._loop.prepared.cursor is not None else [],
+            "weights": self._loop.weights.sum.state(),
             "tops": {str(epoch): top for epoch, top in self.tops.items()},
             **self._scheduled(),
         }
 
     def _place(self) -> dict[str, Any] | None:
         """Return where the loop is; None where workers have shares of their own."""
-        if self._loop.cursor is None:
+        if self._loop.prepared.cursor is None:
             return None
-        return self._loop.cursor.state(amid_sum=self._is_amid_sum)
+        return self._loop.prepared.cursor.state(amid_sum=self._is_amid_sum)
 
     @property
     def _in_workers(self) -> list[ByClosure]:
         """The optimizers that step in the workers."""
-        prepared = self._loop.prepared
-        return [] if prepared is None else [each for _, each in prepared.closures]
+        return [each for _, each in self._loop.prepared.closures]
 
     def _of_closures(self) -> list[Any]:
         """Return the states of the optimizers that step in the workers."""
-        noted = self.is_in_step and self._loop.cursor is not None
+        noted = self.is_in_step and self._loop.prepared.cursor is not None
         return [each.state(noted=noted) for each in self._in_workers]
 
     @property
     def steps(self) -> int:
         """The number of the job's steps after which the loop is, with all that it does after a step."""
-        if self._loop.taken is None:
+        if self._loop.batches.taken is None:
             return self._job.passed
-        taken = self._loop.taken.where.step
+        taken = self._loop.batches.taken.where.step
         before = (
             self._job.asked is Ask.PARTS
             and self._loop.gatherer.region is Region.BEFORE
-            and self._loop.cursor is None
+            and self._loop.prepared.cursor is None
         )
         if self._job.asked is Ask.COMMIT or before:
             return taken
@@ -351,7 +354,7 @@ class LoopStates:
 
     def _scheduled(self) -> dict[str, Any]:
         """Return the states of schedulers, and what they have set."""
-        if self._loop.prepared is None:
+        if self._loop.prepared is NOTHING:
             return {"schedulers": [], "groups": []}
         changed = self._loop.steps.changed
         if changed is None:

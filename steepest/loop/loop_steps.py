@@ -18,10 +18,13 @@ from steepest.core.protocol.commit_rules import (
 )
 from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, SCHEDULED, ByClosure, mark_of, step_by_closure
+from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.losses import line_of_user
-from steepest.loop.prepared import Ask, Prepared
+from steepest.loop.prepared import NOTHING, Ask, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
 from steepest.loop.table_rows import Errand
+from steepest.loop.ticks import Schedules
+from steepest.loop.unseen import Unseen
 from steepest.validation import require_positive
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class LoopSteps:
         loop: whose they are.
 
     Attributes:
+        held: gradients that are kept from batch to batch, for later steps.
+        schedules: schedulers' steps.
+        unseen: writes to gradients that torch does not count.
         changed: right behind a step, by parameter group: what differs from the optimizer as `prepare` was given it.
         lacks_batches: whether the loop was entered where others may have taken batches of their next step.
         clips: by optimizer, that of its next step.
@@ -53,6 +59,7 @@ class LoopSteps:
         self._stepped_by: list[set[int]] = []  # the same by optimizer
         # ids of optimizers whose step() is that of all workers
         self._shared_steps: set[int] = set()
+        self.unseen = Unseen()
         self.trying: ByClosure | None = None
         self.read_state: Callable[[], list[Record]] | None = None
         self.told_of_clipping = False
@@ -64,6 +71,8 @@ class LoopSteps:
 
     def begin_anew(self) -> None:
         """Begin with a function that has not run yet."""
+        self.held = HeldGradients()
+        self.schedules = Schedules(self._loop)
         self.changed: list[dict[str, Any]] | None = None
         self.lacks_batches = False
         self.clips: dict[int, float] = {}
@@ -76,6 +85,9 @@ class LoopSteps:
 
     def take_over(self, prepared: Prepared) -> None:
         """Have what the user calls of optimizers be done here."""
+        has_rows = self._has_rows if prepared.model.tables else None
+        self.held = HeldGradients(prepared.optimizers, has_rows)
+        self.schedules = Schedules(self._loop, prepared.schedulers)
         self._groups = _groups_of(prepared.optimizers)
         self._stepped_by = [
             {id(p) for group in each.param_groups for p in group["params"]}
@@ -100,9 +112,12 @@ class LoopSteps:
             push = partial(self.step, index, {id(parameter) for parameter in by.parameters})
             user.step = step_by_closure(self._loop, self, by, push)
 
+    def _has_rows(self) -> bool:
+        """Return whether there are gradients of embedding tables' rows since the last step."""
+        return bool(self._loop.prepared.model.rows.has_gradients)
+
     def _refuse_group(self, name: str, param_group: Mapping[str, Any]) -> None:
         """Refuse parameters that an optimizer gets after `prepare`: say what to do in place of it."""
-        assert self._loop.prepared is not None
         params = param_group["params"]
         found = self._loop.prepared.model.names_of(
             [params] if isinstance(params, torch.Tensor) else params
@@ -136,7 +151,6 @@ class LoopSteps:
             self.step(index)
             return loss
 
-        assert self._loop.prepared is not None
         optimizer = self._loop.prepared.optimizers[index]
 
         def found(*arguments: Any, **named: Any) -> Any:
@@ -150,24 +164,29 @@ class LoopSteps:
     def end_trial(self) -> None:
         """Note that no optimizer tries values any more, see `steepest.loop.closures.Trying`."""
         self.trying = None
-        assert self._loop.prepared is not None
         self._loop.prepared.model.put_back()
 
     def check_may_step(self) -> None:
         """Check that the loop is where it may take a step; else ConfigurationError."""
-        if self._loop.cursor is None and (self._loop.taken is None or self._loop.stepped):
+        if self._loop.prepared.cursor is None and (
+            self._loop.batches.taken is None or self._loop.batches.stepped
+        ):
             raise ConfigurationError(
                 "optimizer.step() was called "
-                + ("before the first batch" if self._loop.taken is None else "twice for one batch")
+                + (
+                    "before the first batch"
+                    if self._loop.batches.taken is None
+                    else "twice for one batch"
+                )
                 + ": where workers do not wait for each other, or train by themselves, each step takes the next batch "
                 'of the loader; strategy="ps" and "allreduce" let a batch have any number of steps'
             )
-        cursor = self._loop.cursor
+        cursor = self._loop.prepared.cursor
         if cursor is not None and cursor.has_loader and not cursor.place.passes:
             raise ConfigurationError(
                 "optimizer.step() before the first batch of an epoch: call it in the loop over the loader, or behind it"
             )
-        if self._loop.wanted_epochs is None:
+        if self._loop.batches.wanted is None:
             raise ConfigurationError(
                 "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
                 "loop, so that a worker that joins later knows where the job is"
@@ -189,7 +208,7 @@ class LoopSteps:
         """
         if self._first_weights and all(torch.equal(*each) for each in self._first_weights):
             raise ConfigurationError(NO_GRADIENT.format(f" up to the end of epoch {epoch}"))
-        if not self.stepping and self._loop.losses.found:
+        if not self.stepping and self._loop.weights.losses.found:
             raise ConfigurationError(
                 f"the loop called loss.backward() and came to the end of epoch {epoch} without optimizer.step(): "
                 "nothing is trained; call optimizer.step() after loss.backward(), at least once in an epoch"
@@ -211,7 +230,6 @@ class LoopSteps:
             stepping: the ids of those of its parameters that are updated; None for all.
         """
         loop, prepared = self._loop, self._loop.prepared
-        assert prepared is not None
         optimizer = prepared.optimizers[index]
         vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
         clip = self.clips.pop(index, None)
@@ -224,8 +242,8 @@ class LoopSteps:
             raise ConfigurationError(changed_state(type(optimizer).__name__))
         if not self._has_trained:
             self._look_for_gradients(prepared)
-        if loop.losses.looks.is_looking:
-            loop.losses.end_part()
+        if loop.weights.losses.looks.is_looking:
+            loop.weights.losses.end_part()
         loop.begin_step()
         if prepared.model.tables:
             self._look_at_losses(prepared)
@@ -240,7 +258,7 @@ class LoopSteps:
         prepared.model.clip_step = None
         if self.edits:
             self._look_at_edits()
-        if loop.epoch != self._hooks_looked_at:
+        if loop.batches.epoch != self._hooks_looked_at:
             self._look_for_hooks(prepared)
         self.last = loop.at_step
         loop.end_step(index)
@@ -249,7 +267,7 @@ class LoopSteps:
     def _look_at_losses(self, prepared: Prepared) -> None:
         """Warn, at a step, of no loss where rows of embedding tables move without a gradient of their own."""
         loop, tables = self._loop, prepared.model.tables
-        if loop.losses.found or not (loop.has_samples and self.averages):
+        if loop.weights.losses.found or not (loop.has_samples and self.averages):
             return
         if moving := [each.name for each in tables if each.optimizer.moves_by_itself]:
             warnings.warn(
@@ -262,7 +280,7 @@ class LoopSteps:
 
     def _look_for_hooks(self, prepared: Prepared) -> None:
         """Warn of hooks that may change gradients as they arrive; in the first step of each epoch."""
-        self._hooks_looked_at = self._loop.epoch
+        self._hooks_looked_at = self._loop.batches.epoch
         for each in (parameter for trained in prepared.trained() for parameter in trained):
             if each._backward_hooks:
                 (name,), _ = prepared.model.names_of([each])
@@ -273,17 +291,16 @@ class LoopSteps:
 
     def _look_at_edits(self) -> None:
         """Warn of gradients that the loop changes, unless it divides by what it has said that they weigh."""
-        if self._loop.weights.counts_said:
+        if self._loop.weights.sum.counts_said:
             self._tell_of_edits(
                 "the loop changes gradients of several batches that have said what they weigh, by which each backward "
                 "pass counts already (let each loss be the mean over its batch's weight)"
             )
-        elif self._loop.own_weight is None:
+        elif self._loop.weights.own is None:
             self._tell_of_edits("the loop changes its gradients between backward() and step()")
 
     def _tell_of_edits(self, what: str) -> None:
         """Warn once of gradients that each worker changes by itself."""
-        assert self._loop.prepared is not None
         if self.told_of_clipping or not self.averages or self._loop.prepared.closures:
             return
         self.told_of_clipping = True
@@ -297,31 +314,36 @@ class LoopSteps:
     def _digest(self, index: int) -> StepDigest:
         """Return what all workers' loops are to have in common in the step of an optimizer."""
         loop = self._loop
-        cursor, taken, passes = loop.cursor, loop.taken, len(loop.losses.found)
+        cursor, taken, passes = (
+            loop.prepared.cursor,
+            loop.batches.taken,
+            len(loop.weights.losses.found),
+        )
         # a loop may go through its batch in parts, as many as it has samples, or as the weight that it says is made of
-        alike = loop.own_weight is None and loop.samples * loop.job.size == loop.whole
+        alike = (
+            loop.weights.own is None and loop.weights.samples * loop.job.size == loop.weights.whole
+        )
         known = alike and passes and not (self.lacks_batches or self.trying)
         if cursor is not None:
             batch, step = cursor.place.batch - 1, cursor.place.step
         else:
             batch, step = 0 if taken is None else taken.where.step, 0
-        return StepDigest(loop.epoch, batch, step, index, passes if known else None)
+        return StepDigest(loop.batches.epoch, batch, step, index, passes if known else None)
 
     def no_step(self, *, returned: bool) -> StepDigest | None:
         """Return the digest of an update in which the loop takes no step; `returned`: because its function has."""
         if returned:
             return StepDigest(None, None, None, RETURNED)
-        taken = self._loop.taken
-        return taken and StepDigest(self._loop.epoch, taken.where.step, 0, NO_STEP)
+        taken = self._loop.batches.taken
+        return taken and StepDigest(self._loop.batches.epoch, taken.where.step, 0, NO_STEP)
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, which servers have, as the optimizer itself would."""
-        if self._loop.local:
+        if self._loop.job.kind.local:
             raise ConfigurationError(
                 f'{type(optimizer).__name__}.state_dict() with strategy="local", where each worker has an optimizer '
                 "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
             )
-        assert self._loop.prepared is not None
         records = self._loop.job.turns.ask(Errand(self._read_state))
         found: dict[str, Any] = self._loop.prepared.model.state_of(optimizer, records)
         return found
@@ -333,11 +355,12 @@ class LoopSteps:
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
         """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
+        prepared = self._loop.prepared
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if self._loop.prepared is not None:  # rows in weights have an optimizer of their own
-            given -= set(map(id, self._loop.prepared.model.held_rows()))
-        by_optimizer = [] if self._loop.prepared is None else self._loop.prepared.trained()
-        if self._loop.prepared is not None and self._loop.prepared.closures:
+        if prepared is not NOTHING:  # rows in weights have an optimizer of their own
+            given -= set(map(id, prepared.model.held_rows()))
+        by_optimizer = prepared.trained()
+        if prepared.closures:
             raise ConfigurationError(
                 "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure, or which shares parameters "
                 "with another one: it sees the mean gradient of all workers by itself; leave clipping out"
@@ -354,7 +377,7 @@ class LoopSteps:
                 "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
                 "gradient; give model.parameters()"
             )
-        if not knows_norms(self._loop.rule, self._loop.job.size):
+        if not knows_norms(self._loop.job.kind.rule, self._loop.job.size):
             raise ConfigurationError(NO_NORM.format("steepest.clip_grad_norm_()"))
         index = of_one.index(given)
         self.clips[index] = require_positive("max_norm", most)
@@ -372,7 +395,6 @@ class LoopSteps:
         Returns:
             What it returns, and whether the update was left out: then one worker had such gradients.
         """
-        assert self._loop.prepared is not None
         model = self._loop.prepared.model
         model.overflowed, self.is_left_out = overflowed, False
         try:
@@ -382,22 +404,26 @@ class LoopSteps:
 
     def are_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's step is made of all workers' gradients."""
-        if self._loop.prepared is None or not self._loop.together or self._loop.local:
-            return False
-        return id(optimizer) in self._shared_steps
+        kind = self._loop.job.kind
+        return kind.together and not kind.local and id(optimizer) in self._shared_steps
 
     @property
     def averages(self) -> bool:
         """Whether an update is made of the mean of several workers' gradients."""
-        return pushes_per_update(self._loop.rule, self._loop.job.size) > 1 and not self._loop.local
+        return (
+            pushes_per_update(self._loop.job.kind.rule, self._loop.job.size) > 1
+            and not self._loop.job.kind.local
+        )
 
     @property
     def factor(self) -> float:
         """By what a step's gradients are multiplied, for the update that is their mean by samples to be the sum."""
         loop = self._loop
-        together = loop.cursor is not None
-        samples, whole = loop.weights.of_sum if together else (loop.samples, loop.whole or 1)
-        return whole / samples if loop.sums and samples else 1.0
+        together = loop.prepared.cursor is not None
+        samples, whole = (
+            loop.weights.sum.of_sum if together else (loop.weights.samples, loop.weights.whole or 1)
+        )
+        return whole / samples if loop.prepared.sums and samples else 1.0
 
 
 def _groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:

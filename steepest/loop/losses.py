@@ -53,19 +53,24 @@ class Losses:
 
         Where that is not sure, worker 0 warns.
         """
-        if not self._has_looked and (samples := self._loop.averaged) > 1:
+        if not self._has_looked and (samples := self._loop.weights.averaged) > 1:
             self._has_looked = True
-            if (found := summed_by(loss, samples)) is not None:
-                name, is_certain = found
-                if is_certain:
-                    raise ConfigurationError(SUMMED.format(name, DO_SUM))
-                self._has_warned = True
-                if not self._loop.rank:
-                    warnings.warn(SUMMED.format(name, DO_SUM) + PERHAPS, stacklevel=line_of_user())
+            if not self._loop.prepared.sums:
+                self._look_for_sums(loss, samples)
         if self.looks.is_looking:
             self.looks.see(loss)
         counted = loss.detach()
         self.found.append(counted if self.scale in (1.0, None) else counted * self.scale)
+
+    def _look_for_sums(self, loss: torch.Tensor, samples: int) -> None:
+        if (summed := summed_by(loss, samples)) is None:
+            return
+        name, is_certain = summed
+        if is_certain:
+            raise ConfigurationError(SUMMED.format(name, DO_SUM))
+        self._has_warned = True
+        if not self._loop.job.rank:
+            warnings.warn(SUMMED.format(name, DO_SUM) + PERHAPS, stacklevel=line_of_user())
 
     def add_parts(self, parts: torch.Tensor, gradient: torch.Tensor) -> None:
         """Take the losses of a backward pass that begins with a gradient for each of them."""
@@ -81,16 +86,16 @@ class Losses:
             self.looks.see(loss)
         if self.scale not in (1.0, None) and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"worker {self._loop.rank}: {_BY_HAND}", stacklevel=line_of_user())
+            warnings.warn(f"worker {self._loop.job.rank}: {_BY_HAND}", stacklevel=line_of_user())
 
     def end_part(self) -> None:
         """Note that a step is to be taken, or the next batch begins; warn if the losses since are not a mean."""
         loop = self._loop
         is_gathered = loop.gatherer.has_gathered  # of the samples of all workers, perhaps
-        wrong = self.looks.end(0 if is_gathered else loop.reduced, sums=loop.sums)
+        wrong = self.looks.end(0 if is_gathered else loop.weights.averaged, sums=loop.prepared.sums)
         if wrong and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"worker {self._loop.rank}: {wrong}", stacklevel=line_of_user())
+            warnings.warn(f"worker {self._loop.job.rank}: {wrong}", stacklevel=line_of_user())
 
 
 def line_of_user() -> int:

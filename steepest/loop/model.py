@@ -26,12 +26,12 @@ from steepest.core.optim.portable import Record
 from steepest.core.optim.portable import unpack as unpack_state
 from steepest.core.optim.several import as_one
 from steepest.core.optim.torch_without_compiler import spare_compiler
-from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ModelError, UnfrozenError
 from steepest.loop.each_epoch import EachEpochSource, Later, loaded
+from steepest.loop.job_view import LoopKind
 from steepest.loop.kept import pack, unpack
 from steepest.loop.overlap import Overlap
 from steepest.loop.parameter_places import ParameterPlaces
@@ -103,7 +103,7 @@ class LoopModel(TorchModel):
                 table_shards=table_shards,
                 buffers=buffers,
             )
-        self._writes = LoopWrites(loop.unseen)
+        self._writes = LoopWrites(loop.steps.unseen)
         given = {id(self._parameters[name]) for name in self.optimizer_spec.trainable()}
         self._places = ParameterPlaces(module, given)
         self._overlap = Overlap()
@@ -113,13 +113,13 @@ class LoopModel(TorchModel):
         self._own_names = tuple(sorted(self.optimizer_spec.trainable()))
         self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], PastShare | None] | None = None
-        self.rows = LoopRows(loop.turns.ask)
+        self.rows = LoopRows(loop.job.turns.ask)
         if self.tables or self.held:
             self.rows.follow(module, *optimizers, held=self.held_rows())
 
     def _seed(self) -> int:
         """Return the seed of the job."""
-        return self.loop.seed
+        return self.loop.job.kind.seed
 
     def use_rows(self, source: RowSource) -> None:
         """Have the loop use the rows of a source from now on, see `steepest.loop.table_rows`."""
@@ -139,7 +139,7 @@ class LoopModel(TorchModel):
 
     def _seed_for(self, step: int, part: int) -> None:
         """Seed all generators for loading a batch, as the engine does where it loads it."""
-        seed_everything(step_seed(self.loop.seed, step, part))
+        seed_everything(step_seed(self.loop.job.kind.seed, step, part))
 
     def _take_array(self, array: Any) -> Any:
         """Return an array as it is: the loop gets what the loader's `collate_fn` returned."""
@@ -160,7 +160,7 @@ class LoopModel(TorchModel):
         share = self._past_share(step - 1)
         if share is None or not share.batches:
             return self.any_batch()
-        self._seed_for(step - 1, self.loop.rank)
+        self._seed_for(step - 1, self.loop.job.rank)
         batch, _ = self._batch_of(share.batches[-1])
         return batch
 
@@ -210,7 +210,7 @@ class LoopModel(TorchModel):
 
     def forget_gathered(self) -> None:
         """Drop what was gathered and may be another thing where it is gathered again, see `Model`."""
-        if self.loop.cursor is None:
+        if self.loop.prepared.cursor is None:
             self.loop.gatherer.gatherings.drop()
         else:  # the same is gathered again, by the same samples; and a loop that goes on from here has no other
             self.loop.gatherer.gatherings.forget_absent()
@@ -269,7 +269,7 @@ class LoopModel(TorchModel):
     @property
     def sums_samples(self) -> bool:
         """Whether the loop's losses, and so its updates, are sums over samples."""
-        return self.loop.sums
+        return self.loop.prepared.sums
 
     def left_out(self) -> None:
         """Have the loop's scaler know that the last step made no update."""
@@ -339,7 +339,7 @@ class LoopModel(TorchModel):
     ) -> None:
         """Report a gradient that is as it will be at the step, as far as is known."""
         assert self._ready is not None
-        self._weight = self.loop.weight
+        self._weight = self.loop.weights.weight
         self._write(index, parameter, gradient, view, self._ready)
 
     def compute_gradients(
@@ -357,15 +357,15 @@ class LoopModel(TorchModel):
         again = bool(self.tables) and session.awaits(self._where)
         given = Batch(batch, self._where, samples, whole)
         stepped = self._in_turn(self._go_on_with, given, ready)
-        if loop.taken is not None and loop.taken.where == self._where:
-            samples = loop.taken.samples
+        if loop.batches.taken is not None and loop.batches.taken.where == self._where:
+            samples = loop.batches.taken.samples
         if not stepped:
             self.hyper, self.digest = None, loop.steps.no_step(returned=session.has_ended)
         if stepped:
             self._check_trained()
             if self.tables:
                 self.rows.send(loop.steps.factor, again=again)
-        self._weight = loop.weight if stepped else 0.0
+        self._weight = loop.weights.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None)
         loop.steps.edits = self._overlap.edits.is_found
         if left is None:
@@ -374,13 +374,13 @@ class LoopModel(TorchModel):
         if left is None or len(left) < len(self._gradients):
             with torch.no_grad():
                 self._push(ready, left or (), stepped=stepped)
-        fresh = loop.take_fresh()
+        fresh = loop.reports.take_fresh()
         if stepped and self._share is None:
-            samples = loop.samples
-        losses = loop.losses.found
+            samples = loop.weights.samples
+        losses = loop.weights.losses.found
         loss = sum([each.item() for each in losses]) if losses else math.nan
-        if loop.sums:
-            loss /= max(loop.samples, 1)
+        if loop.prepared.sums:
+            loss /= max(loop.weights.samples, 1)
         return Computed(
             loss, self._weight, 0 if session.has_ended else samples, fresh if metrics else {}
         )
@@ -406,7 +406,11 @@ class LoopModel(TorchModel):
         session, loop = self.session, self.loop
         if session.is_undone(self._where):
             rounds = loop.states.rounds
-            begun = rounds.take_step(self._where.step) if loop.together else rounds.take_given_up()
+            begun = (
+                rounds.take_step(self._where.step)
+                if loop.job.kind.together
+                else rounds.take_given_up()
+            )
             if begun is not None:
                 state, buffers = unpack(begun.state), begun.buffers
             else:
@@ -416,7 +420,7 @@ class LoopModel(TorchModel):
         loop.states.rounds.take_given_up()
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
-        if self.loop.sums:
+        if self.loop.prepared.sums:
             torch.mul(gradient, self.loop.steps.factor, out=out)
         else:
             out.copy_(gradient)
@@ -478,9 +482,12 @@ class LoopModel(TorchModel):
         """Return buffers and the like, and the state of the loop."""
         state = self.loop.states.state()
         unsent = self.loop.reports.unsent_before(state.get("reported", state["reports"]))
-        state["unsent"] = self.loop.rank, [tuple(each) for each in unsent]
-        state["gathered"] = self.loop.size, self.loop.gatherer.behind_steps(self.loop.cursor)
-        return {**self._buffers(), LOOP_STATE: pack(state, self.loop.batches)}
+        state["unsent"] = self.loop.job.rank, [tuple(each) for each in unsent]
+        state["gathered"] = (
+            self.loop.job.size,
+            self.loop.gatherer.behind_steps(self.loop.prepared.cursor),
+        )
+        return {**self._buffers(), LOOP_STATE: pack(state, self.loop.batches.count)}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like as they are where the loop's state begins."""
@@ -520,7 +527,7 @@ class LoopModel(TorchModel):
         if packed is not None and not self.session.load(unpack(packed)):
             return  # forward passes of the batch in which it is are not made again
         super().load_state(own)
-        self._arrived = own if self.loop.is_arriving else None
+        self._arrived = own if self.loop.entry.arriving is not None else None
 
     def adopt(self, other: LoopModel) -> None:
         """Become the replica of a module that the user's function has made anew; the job's weights stay.
@@ -588,21 +595,13 @@ class LoopCreator:
 
     Args:
         function: the user's.
-        seed: of the job.
-        rule: which workers' gradients make an update.
-        local: batches of a round of updates that workers make by themselves; 0 where servers make each update.
-        paced: whether a worker makes as many of them in a round as it manages.
-        ahead: whether it begins a round before it is known whether the one before counts.
+        kind: how the job's workers train.
     """
 
     given_as: ClassVar[str] = "the function that trains"  # what errors call it
 
     function: Callable[[], Any]
-    seed: int = 0
-    rule: CommitRule = field(default_factory=CommitAll)
-    local: int = 0
-    paced: bool = False
-    ahead: bool = False
+    kind: LoopKind = field(default_factory=LoopKind)
 
     @property
     def name(self) -> str:
@@ -620,7 +619,6 @@ class LoopCreator:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         spare_compiler()
         size = step_size().batches
-        kind = self.rule, self.local, self.paced, self.ahead
-        session = Session(self.function, worker_index, size, self.seed, *kind)
+        session = Session(self.function, worker_index, size, self.kind)
         model: LoopModel = session.begin()
         return model

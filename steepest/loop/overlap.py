@@ -81,12 +81,12 @@ class Overlap:
         self._is_wrong = False
         self._is_guessing = bool(leave) and not self._never and self._right >= self._needed
         self._loop, self._leave = loop, leave
-        loop.unseen.happened = False
+        loop.steps.unseen.happened = False
 
     def end(self, loop: UserLoop, *, raised: bool = False) -> None:
         """Watch no further; `raised`: whether the function has gone on to an error."""
-        self._loop, self._leave, loop.unseen.watches = None, None, False
-        self._is_wrong |= loop.unseen.happened
+        self._loop, self._leave, loop.steps.unseen.watches = None, None, False
+        self._is_wrong |= loop.steps.unseen.happened
         if raised:
             self._seen.clear()
 
@@ -95,7 +95,7 @@ class Overlap:
         loop = self._loop
         if loop is None:
             return
-        gradient, counts, unseen = parameter.grad, self._counts, loop.unseen
+        gradient, counts, unseen = parameter.grad, self._counts, loop.steps.unseen
         count = counts[index] = counts.get(index, 0) + 1
         self._seen[index] = parameter, gradient, 0 if gradient is None else gradient._version
         if self.edits.keeps:
@@ -103,7 +103,7 @@ class Overlap:
         if self._leave is None:
             return
         if self._is_guessing and not self._is_wrong:
-            weight = loop.weight
+            weight = loop.weights.weight
             if index in self._left or (self._left and weight != self._weight):
                 self._is_wrong = True
             elif weight and gradient is not None and count == self._expected.get(index):

@@ -112,3 +112,7 @@ class Prepared:
         """Have torch's schedulers know that optimizers have stepped, in another worker: they would warn."""
         for optimizer in self.optimizers:
             vars(optimizer)["_opt_called"] = True
+
+
+#: What a function has prepared that has not come to `prepare` yet.
+NOTHING = Prepared(None, (), ())

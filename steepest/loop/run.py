@@ -17,6 +17,7 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import FailureConfig, RunConfig
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, folds_frames
+from steepest.loop.job_view import LoopKind
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
 from steepest.loop.user_loop import current
@@ -124,7 +125,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     local = chosen.updates if chosen.local else 0
     paced = chosen.local and chosen.updates_of_share < chosen.updates
     ahead = chosen.local and chosen.delay > 0
-    creator = LoopCreator(function, seed, chosen.rule, local, paced, ahead)
+    creator = LoopCreator(function, LoopKind(seed, chosen.rule, local, paced, ahead))
     with contextlib.ExitStack() as whole:
         sgd = whole.enter_context(
             DistributedSGD(

@@ -12,18 +12,17 @@ from typing import Any
 from steepest.core.engine.generators import HeldGenerators, seed_everything
 from steepest.core.models.protocol import Where
 from steepest.core.models.step_size import making_models, step_size
-from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import GatheringParts, Region
-from steepest.loop.job_view import JobView
+from steepest.loop.job_view import JobView, LoopKind
 from steepest.loop.loop_states import Rounds
-from steepest.loop.prepared import Ask, Batch, Progress
+from steepest.loop.prepared import NOTHING, Ask, Batch, Progress
 from steepest.loop.table_rows import Errand
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.user_loop import UserLoop
 
 #: One gradient of every worker makes an update.
-_EVERYONE = CommitAll()
+_EVERYONE = LoopKind()
 
 
 class Session:
@@ -36,11 +35,7 @@ class Session:
         function: the user's.
         rank: number of the worker.
         size: number of workers.
-        seed: of the job.
-        rule: which workers' gradients make an update.
-        local: batches of each round of updates that workers make by themselves; 0 where servers make each update.
-        paced: whether a worker makes as many of them in a round as it manages.
-        ahead: whether it begins a round before it is known whether the one before counts.
+        kind: how they train.
 
     Attributes:
         job: what both sides know of the job.
@@ -52,18 +47,14 @@ class Session:
         function: Callable[[], Any],
         rank: int,
         size: int,
-        seed: int = 0,
-        rule: CommitRule = _EVERYONE,
-        local: int = 0,
-        paced: bool = False,
-        ahead: bool = False,
+        kind: LoopKind = _EVERYONE,
     ) -> None:
         self._error: BaseException | None = None  # that it has raised, or with which it has ended
         self._errand: Errand | None = None  # that the loop awaits
         self._held: HeldGenerators | None = None  # as the function has left them in `prepare`
         self._step_size = step_size()  # what the function may ask for where it begins anew
-        self.job = JobView(self._turns(rank), rank, size)
-        self.loop = UserLoop(function, self.job, seed, rule, local, paced, ahead)
+        self.job = JobView(self._turns(rank), rank, size, kind)
+        self.loop = UserLoop(function, self.job)
 
     def _turns(self, rank: int) -> Turns:
         """Return the turns of a function that has not run yet."""
@@ -84,10 +75,10 @@ class Session:
         Raises:
             ConfigurationError: it has returned without that. What the function raises is raised too.
         """
-        seed_everything(self.loop.seed)  # as at the first beginning
+        seed_everything(self.job.kind.seed)  # as at the first beginning
         self._go_on()
         self._raise_error()
-        if self.job.asked is not Ask.BEGIN or self.loop.prepared is None:
+        if self.job.asked is not Ask.BEGIN or self.loop.prepared is NOTHING:
             raise ConfigurationError(
                 "the function that trains returned without calling steepest.prepare(model, optimizer, loader): "
                 "call it before the loop"
@@ -103,21 +94,21 @@ class Session:
         It has not where it asks for another batch before, or has ended. What the function raises is raised. If the
         batch is that of the step that the loop awaits, its gradients serve again.
         """
-        taken = self.loop.taken
+        taken = self.loop.batches.taken
         here = taken is not None and taken.where == batch.where
-        in_order = self.loop.together and not self.loop.ahead
+        in_order = self.job.kind.together and not self.job.kind.ahead
         if in_order and taken is not None and taken.where.step < batch.where.step:
             self.loop.reports.note_before(self.loop.states.rounds.said)  # that step is committed
         if here and self.job.asked is Ask.COMMIT:
             return True
         amid = here and self.job.asked is Ask.PARTS and self.loop.gatherer.region is Region.BEFORE
-        if not amid or self.loop.cursor is not None:
-            self.loop.give(batch)
-        if self.loop.cursor is None:
+        if not amid or self.loop.prepared.cursor is not None:
+            self.loop.batches.pending = batch
+        if self.loop.prepared.cursor is None:
             where = (
                 batch.where
             )  # an epoch's end has the number of that where steps come in any order
-            before = where.step if self.loop.together else where.epoch or 0
+            before = where.step if self.job.kind.together else where.epoch or 0
             self.loop.gatherer.gatherings.drop_before(before)
         self._go_on()
         if self.loop.gatherer.gatherings.parts:
@@ -130,25 +121,29 @@ class Session:
         """Whether the loop awaits the commit of the step of a batch."""
         return (
             self.job.asked is Ask.COMMIT
-            and self.loop.taken is not None
-            and self.loop.taken.where == where
+            and self.loop.batches.taken is not None
+            and self.loop.batches.taken.where == where
         )
 
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
         if (rounds := self.loop.states.rounds).is_given_up:
             return rounds.given_up_is_begun()
-        taken = None if self.loop.taken is None else self.loop.taken.where
-        in_batch = taken == where if self.loop.cursor is None else self.loop.cursor.place.inside
+        taken = None if self.loop.batches.taken is None else self.loop.batches.taken.where
+        in_batch = (
+            taken == where
+            if self.loop.prepared.cursor is None
+            else self.loop.prepared.cursor.place.inside
+        )
         if self.loop.gatherer.has_lost_its_seat(in_batch=in_batch):
             return True
-        if self.loop.local and taken == where and self.job.asked is not Ask.COMMIT:
+        if self.job.kind.local and taken == where and self.job.asked is not Ask.COMMIT:
             return True  # the batch was seen, and made no update
         return taken is not None and taken != where and not where.follows(taken)
 
     def pass_by(self, where: Where) -> None:
         """Note that the worker has no samples in the job's next step."""
-        self.job.pass_by(where, all_before=not self.loop.ahead)
+        self.job.pass_by(where, all_before=not self.job.kind.ahead)
 
     def committed(self, steps: int, *, waits: bool = False) -> None:
         """Let the loop go on where it awaits the commit of a step that is one of so many, or the end of an epoch.
@@ -156,7 +151,7 @@ class Session:
         It `waits` for other workers where it gathers, or stays there unless all parts are here. What the function
         raises meanwhile is raised by the next `compute` or `advance`.
         """
-        awaited = self.loop.taken is not None and self.loop.taken.where.step < steps
+        awaited = self.loop.batches.taken is not None and self.loop.batches.taken.where.step < steps
         self.job.committed = max(self.job.committed, steps)
         if awaited:
             self.loop.reports.note_before(self.loop.states.rounds.said)
@@ -168,8 +163,8 @@ class Session:
         """Let the loop go on where it awaits an update that is the worker's own, and not the last of its round."""
         if (
             self.job.asked is Ask.COMMIT
-            and self.loop.taken is not None
-            and self.loop.taken.where.has_more
+            and self.loop.batches.taken is not None
+            and self.loop.batches.taken.where.has_more
         ):
             self._go_on(waits=False)
 
@@ -203,7 +198,7 @@ class Session:
         self.loop.reports.give_back(number)
         self.job.next_epoch = max(self.job.next_epoch, epoch)
         now = self.loop.gatherer.gatherings.seat
-        amid = self.loop.cursor is not None and self.loop.cursor.place.inside
+        amid = self.loop.prepared.cursor is not None and self.loop.prepared.cursor.place.inside
         if now is not None and self.loop.gatherer.has_lost_its_seat(in_batch=amid, now=now):
             self.take_seat(now.rank, now.size)
             self.begin_anew(self.loop.states.state())
@@ -213,18 +208,22 @@ class Session:
         reports = self.loop.reports.hand_over(number)
         return Progress(
             self.has_ended,
-            self.loop.wanted_epochs,
+            self.loop.batches.wanted,
             self.loop.sees_all_batches,
             reports,
             steps=self.loop.steps_left,
-            resumed=self.loop.resumed,
+            resumed=self.loop.entry.resumed,
         )
 
     @property
     def _waits_for_the_job(self) -> bool:
         """Whether the loop needs a further batch, or the commit of a step that the job has yet to take again."""
-        if self.job.asked is Ask.COMMIT and self.loop.together and self.loop.taken is not None:
-            return self.loop.taken.where.step >= self.job.committed
+        if (
+            self.job.asked is Ask.COMMIT
+            and self.job.kind.together
+            and self.loop.batches.taken is not None
+        ):
+            return self.loop.batches.taken.where.step >= self.job.committed
         return self.job.asked is Ask.BATCH and not self.loop.has_seen_all
 
     def load(self, state: dict[str, Any]) -> bool:
@@ -239,13 +238,13 @@ class Session:
         self.loop.gatherer.among_batches |= state["gathers"]
         if self.job.asked is not Ask.BEGIN:
             # where workers do not wait for each other, a loop may take several shares of a step
-            counts = self.loop.local and not self.loop.together
-            elsewhere = counts and state["batches"] != self.loop.batches
+            counts = self.job.kind.local and not self.job.kind.together
+            elsewhere = counts and state["batches"] != self.loop.batches.count
             if state["step"] == self.loop.states.steps and not elsewhere:
                 return False
             self.loop.gatherer.gatherings.drop()
             self.begin_anew(state)
-        self.loop.arrive(state)
+        self.loop.entry.arrive(state)
         return True
 
     def begin_anew(self, state: dict[str, Any], rounds: Rounds | None = None) -> None:
@@ -295,7 +294,7 @@ class Session:
             if isinstance(asked, Ended):
                 self.loop.gatherer.gatherings.end()
                 self.job.asked = None
-                self.loop.give(None)
+                self.loop.batches.pending = None
                 self._error = self._error or asked.error
             else:
                 self.job.asked = asked

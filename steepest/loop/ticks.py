@@ -41,7 +41,7 @@ class Ticks:
     @property
     def unticked(self) -> int | None:
         """The worker's batches since the scheduler's last step, if that counts calls; else None."""
-        since = self._loop.batches - self._batches
+        since = self._loop.batches.count - self._batches
         return since if self._counts_calls or since > 1 else None
 
     def begin(self, step: int, behind: int = 0, unticked: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Ticks:
         for _ in range(behind):
             self._step()
         self._counts_calls = unticked is not None
-        self.at, self._batches = step, self._loop.batches - (unticked or 0)
+        self.at, self._batches = step, self._loop.batches.count - (unticked or 0)
 
     def catch_up(self, update: int) -> None:
         """Step the scheduler for the updates up to one, of which this worker has had no samples, if it counts them."""
@@ -68,7 +68,7 @@ class Ticks:
         if self._loop.sees_all_batches:
             self._step(*arguments, **named)
             return
-        now, batches = self._loop.at_update, self._loop.batches
+        now, batches = self._loop.at_update, self._loop.batches.count
         since = batches - self._batches
         self._counts_calls |= since > 1
         by_step = since == 1 and not (self._counts_calls or arguments or named)

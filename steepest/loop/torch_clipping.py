@@ -70,10 +70,10 @@ def _tell(name: str, why: str) -> None:
     if loop is None or loop.steps.told_of_clipping or not loop.steps.averages:
         return
     loop.steps.told_of_clipping = True
-    if loop.rank:
+    if loop.job.rank:
         return
     warnings.warn(
-        f"torch.nn.utils.{name}() sees the gradient of one worker alone, of {loop.size}: {why}. "
+        f"torch.nn.utils.{name}() sees the gradient of one worker alone, of {loop.job.size}: {why}. "
         "steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean gradient of all workers, as torch does "
         "in one process",
         stacklevel=line_of_user(),

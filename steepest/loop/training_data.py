@@ -55,8 +55,8 @@ def training_data(loader: DataLoader[Any], loop: UserLoop) -> TrainingData:
             "as many samples as they have: leave global_batch_size out; a step has one batch of each worker"
         )
     if isinstance(loader.dataset, IterableDataset):
-        stream = Stream(loader, loop.seed, outside)
+        stream = Stream(loader, loop.job.kind.seed, outside)
         if stream.size is None:
             return TrainingData(batch_size, None, stream)
         return TrainingData(batch_size, StreamedSource(stream, whole.of(batch_size)), stream)
-    return TrainingData(batch_size, as_drawn(loader, loop.seed))
+    return TrainingData(batch_size, as_drawn(loader, loop.job.kind.seed))

@@ -10,6 +10,7 @@ from typing import Any
 
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
+from steepest.loop.job_view import LoopKind
 from steepest.loop.model import LoopCreator
 from steepest.planning.events import Links
 from steepest.planning.forecast import Forecast
@@ -182,10 +183,10 @@ def creator_of(function: Callable[..., Any], seed: int) -> Any:
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of a callable without a signature
-        return LoopCreator(function, seed)
+        return LoopCreator(function, LoopKind(seed))
     needed = [
         p
         for p in parameters
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    return LoopCreator(function, seed) if not needed else function
+    return LoopCreator(function, LoopKind(seed)) if not needed else function
