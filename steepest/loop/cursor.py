@@ -10,7 +10,6 @@ from steepest.core.data.protocol import Indices, Source
 from steepest.core.data.sampler import Remaining, SamplePlan, even_share
 from steepest.data.drawn import Drawn, DrawnSource
 from steepest.errors import ConfigurationError
-from steepest.loop.place import LoopPlace
 
 #: Batches of one sum of gradients; a loop that takes more without a step evaluates by them.
 MOST_AGAIN = 1024
@@ -18,6 +17,26 @@ MOST_AGAIN = 1024
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+class LoopPlace(NamedTuple):
+    """Where a loop is whose workers go through all batches together: the same on all of them.
+
+    Attributes:
+        epoch: in which it is, from 0.
+        passes: over the loader that it has begun in that epoch, with one that it went on with; 0 before the first.
+        passed: passes that it has begun in all epochs.
+        batch: batches, or rounds of a loop without a loader, that it has begun in all epochs.
+        step: steps that it has taken in the last of these.
+        inside: whether it is at that batch, and what follows the last one of a pass; else it waits for another.
+    """
+
+    epoch: int = 0
+    passes: int = 0
+    passed: int = 0
+    batch: int = 0
+    step: int = 0
+    inside: bool = False
 
 
 class Steps:

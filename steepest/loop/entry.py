@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from steepest.errors import ConfigurationError
 from steepest.loop import counting
-from steepest.loop.cursor import Cursor
+from steepest.loop.cursor import Cursor, LoopPlace
 from steepest.loop.kept_values import finder
 from steepest.loop.loop_states import kept_at
-from steepest.loop.place import LoopPlace
 from steepest.observe.reports import CALLS_OF_PLACE
 
 if TYPE_CHECKING:

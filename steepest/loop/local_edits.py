@@ -6,9 +6,16 @@ gradient itself, such as clipping by hand, is not: the loop is told.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
+
+from steepest.loop.losses import line_of_user
+
+if TYPE_CHECKING:
+    from steepest.loop.user_loop import UserLoop
 
 _ROUNDINGS = 1e-5  # by which a factor may differ from element to element
 
@@ -84,3 +91,55 @@ def _factor(was: torch.Tensor, now: torch.Tensor) -> float | None:
     if not bool(((new - factor * old).abs() <= _ROUNDINGS * new.abs().max()).all()):
         return None
     return float(factor)
+
+
+class EditWarnings:
+    """Warns a loop once that changes its gradients, where each worker has those of its own samples alone.
+
+    Args:
+        loop: that changes them.
+
+    Attributes:
+        are_made: whether it does so between its backward passes and its steps, see `LocalEdits`.
+        are_told: whether it was warned, or of clipping by torch's functions.
+        epoch: the last one in which hooks of parameters were looked for; -1 before.
+    """
+
+    def __init__(self, loop: UserLoop) -> None:
+        self._loop = loop
+        self.are_made = self.are_told = False
+        self.epoch = -1
+
+    def look(self) -> None:
+        """Look, at a step, for what changes gradients: the loop, and in an epoch's first step hooks of parameters.
+
+        What divides gradients by what it has said that they weigh is no change.
+        """
+        loop = self._loop
+        if self.are_made and loop.weights.sum.counts_said:
+            self._tell(
+                "the loop changes gradients of several batches that have said what they weigh, by which each backward "
+                "pass counts already (let each loss be the mean over its batch's weight)"
+            )
+        elif self.are_made and loop.weights.own is None:
+            self._tell("the loop changes its gradients between backward() and step()")
+        if self.epoch == loop.batches.epoch:
+            return
+        self.epoch = loop.batches.epoch
+        for each in (parameter for trained in loop.prepared.trained() for parameter in trained):
+            if each._backward_hooks:
+                (name,), _ = loop.prepared.model.names_of([each])
+                self._tell(f"parameter {name!r} has a hook of its gradient (register_hook)")
+                return
+
+    def _tell(self, what: str) -> None:
+        loop = self._loop
+        if self.are_told or not loop.steps.averages or loop.prepared.closures:
+            return
+        self.are_told = True
+        warnings.warn(
+            f"worker {loop.job.rank}: {what}, where each worker has the gradient of its own samples alone. A "
+            "factor, a mask, or a multiple of the weights gives what one process gives; what depends on the gradient, "
+            "such as clipping, does not: steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean of all",
+            stacklevel=line_of_user(),
+        )

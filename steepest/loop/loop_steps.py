@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from steepest.core.protocol.commit_rules import (
 from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, SCHEDULED, ByClosure, mark_of, step_by_closure
 from steepest.loop.held_gradients import HeldGradients
+from steepest.loop.local_edits import EditWarnings
 from steepest.loop.losses import line_of_user
 from steepest.loop.prepared import NOTHING, Ask, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
@@ -29,6 +30,49 @@ from steepest.validation import require_positive
 
 if TYPE_CHECKING:
     from steepest.loop.user_loop import UserLoop
+
+
+class _Prepared(NamedTuple):
+    """What `prepare` was given, by which later changes are known."""
+
+    groups: list[list[int]] = []  # ids of the parameters of all optimizers' groups
+    stepped_by: list[set[int]] = []  # the same by optimizer
+    shared: frozenset[int] = frozenset()  # ids of optimizers whose step() is that of all workers
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> _Prepared:
+        """Return that of what was prepared."""
+        groups = [each.param_groups for each in prepared.optimizers]
+        stepped_by = [{id(p) for group in each for p in group["params"]} for each in groups]
+        users = [by.optimizer for _, by in prepared.closures]
+        shared = frozenset(id(each) for each in (*prepared.optimizers, *users))
+        return cls(_groups_of(prepared.optimizers), stepped_by, shared)
+
+
+class _FirstGradient:
+    """Whether a worker has had a gradient in a step; before that, the parameters and their values in its first step.
+
+    In a single step it may lack one that others have: of a batch with nothing to learn from.
+
+    Attributes:
+        is_here: whether it has had one.
+    """
+
+    def __init__(self) -> None:
+        self.is_here = False
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def look(self, prepared: Prepared) -> None:
+        """Look for a gradient at a step."""
+        if prepared.has_gradients:
+            self.is_here, self._before = True, []
+        elif not self._before:
+            trained = [parameter for each in prepared.trained() for parameter in each]
+            self._before = [(each, each.detach().clone()) for each in trained]
+
+    def lacks(self) -> bool:
+        """Return whether no worker has had a gradient: there were steps, and no parameter has changed."""
+        return bool(self._before) and all(torch.equal(*each) for each in self._before)
 
 
 class LoopSteps:
@@ -49,24 +93,16 @@ class LoopSteps:
         stepping: ids of the parameters of the optimizer that steps, or stepped last.
         trying: the optimizer whose step by a closure is under way.
         read_state: reads the state of the job's optimizer, on the worker's thread.
-        told_of_clipping: see `steepest.loop.torch_clipping`.
-        edits: whether the loop changes gradients behind its backward passes, see `steepest.loop.local_edits`.
+        edits: warnings of gradients that the loop changes.
     """
 
     def __init__(self, loop: UserLoop) -> None:
         self._loop = loop
-        self._groups: list[list[int]] = []  # ids of the parameters of all optimizers' groups
-        self._stepped_by: list[set[int]] = []  # the same by optimizer
-        # ids of optimizers whose step() is that of all workers
-        self._shared_steps: set[int] = set()
+        self._prepared = _Prepared()
         self.unseen = Unseen()
         self.trying: ByClosure | None = None
         self.read_state: Callable[[], list[Record]] | None = None
-        self.told_of_clipping = False
-        self.edits = False
-        self._hooks_looked_at = (
-            -1
-        )  # the last epoch at whose first step parameters' hooks were looked at
+        self.edits = EditWarnings(loop)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -79,22 +115,14 @@ class LoopSteps:
         self.is_left_out = False
         self.last: int | None = None
         self.stepping: set[int] = set()
-        self._has_trained = False  # whether this worker had a gradient in a step
-        # until then: the parameters, and their values in its first step
-        self._first_weights: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._first = _FirstGradient()
 
     def take_over(self, prepared: Prepared) -> None:
         """Have what the user calls of optimizers be done here."""
         has_rows = self._has_rows if prepared.model.tables else None
         self.held = HeldGradients(prepared.optimizers, has_rows)
         self.schedules = Schedules(self._loop, prepared.schedulers)
-        self._groups = _groups_of(prepared.optimizers)
-        self._stepped_by = [
-            {id(p) for group in each.param_groups for p in group["params"]}
-            for each in prepared.optimizers
-        ]
-        users = [by.optimizer for _, by in prepared.closures]
-        self._shared_steps = {id(each) for each in (*prepared.optimizers, *users)}
+        self._prepared = _Prepared.of(prepared)
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
             name = type(optimizer).__name__
@@ -192,21 +220,12 @@ class LoopSteps:
                 "loop, so that a worker that joins later knows where the job is"
             )
 
-    def _look_for_gradients(self, prepared: Prepared) -> None:
-        """Note whether this worker has a gradient; before its first one, what the weights were in its first step."""
-        # In a single step it may lack one that others have: of a batch with nothing to learn from.
-        if prepared.has_gradients:
-            self._has_trained, self._first_weights = True, None
-        elif self._first_weights is None:
-            trained = [parameter for each in prepared.trained() for parameter in each]
-            self._first_weights = [(each, each.detach().clone()) for each in trained]
-
     def check_any_taken(self, epoch: int) -> None:
         """Check, at the end of an epoch, that the loop trains; else ConfigurationError.
 
         It does not if it has backward passes and no step, or steps without a gradient on any worker.
         """
-        if self._first_weights and all(torch.equal(*each) for each in self._first_weights):
+        if self._first.lacks():
             raise ConfigurationError(NO_GRADIENT.format(f" up to the end of epoch {epoch}"))
         if not self.stepping and self._loop.weights.losses.found:
             raise ConfigurationError(
@@ -216,7 +235,7 @@ class LoopSteps:
 
     def _check_parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Check that optimizers have the parameters that they had at `prepare`; else ConfigurationError."""
-        if _groups_of(optimizers) != self._groups:
+        if _groups_of(optimizers) != self._prepared.groups:
             raise ConfigurationError(
                 "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
                 "ones too"
@@ -240,8 +259,8 @@ class LoopSteps:
         self._check_parameters(prepared.optimizers)
         if type(optimizer.state) is not StateElsewhere:
             raise ConfigurationError(changed_state(type(optimizer).__name__))
-        if not self._has_trained:
-            self._look_for_gradients(prepared)
+        if not self._first.is_here:
+            self._first.look(prepared)
         if loop.weights.losses.looks.is_looking:
             loop.weights.losses.end_part()
         loop.begin_step()
@@ -249,17 +268,15 @@ class LoopSteps:
             self._look_at_losses(prepared)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         prepared.model.hyper, self.changed = changed if any(changed) else None, changed
-        self.stepping = self._stepped_by[index] if stepping is None else stepping
+        self.stepping = self._prepared.stepped_by[index] if stepping is None else stepping
         self.is_left_out = False
         prepared.model.clip_step = clip
         prepared.model.digest = self._digest(index)
         loop.job.turns.ask(Ask.COMMIT)
         self.lacks_batches = False
         prepared.model.clip_step = None
-        if self.edits:
-            self._look_at_edits()
-        if loop.batches.epoch != self._hooks_looked_at:
-            self._look_for_hooks(prepared)
+        if self.edits.are_made or self.edits.epoch != loop.batches.epoch:
+            self.edits.look()
         self.last = loop.at_step
         loop.end_step(index)
         self.changed = None
@@ -277,39 +294,6 @@ class LoopSteps:
                 "call backward() on a loss that is multiplied by 0",
                 stacklevel=line_of_user(),
             )
-
-    def _look_for_hooks(self, prepared: Prepared) -> None:
-        """Warn of hooks that may change gradients as they arrive; in the first step of each epoch."""
-        self._hooks_looked_at = self._loop.batches.epoch
-        for each in (parameter for trained in prepared.trained() for parameter in trained):
-            if each._backward_hooks:
-                (name,), _ = prepared.model.names_of([each])
-                self._tell_of_edits(
-                    f"parameter {name!r} has a hook of its gradient (register_hook)"
-                )
-                return
-
-    def _look_at_edits(self) -> None:
-        """Warn of gradients that the loop changes, unless it divides by what it has said that they weigh."""
-        if self._loop.weights.sum.counts_said:
-            self._tell_of_edits(
-                "the loop changes gradients of several batches that have said what they weigh, by which each backward "
-                "pass counts already (let each loss be the mean over its batch's weight)"
-            )
-        elif self._loop.weights.own is None:
-            self._tell_of_edits("the loop changes its gradients between backward() and step()")
-
-    def _tell_of_edits(self, what: str) -> None:
-        """Warn once of gradients that each worker changes by itself."""
-        if self.told_of_clipping or not self.averages or self._loop.prepared.closures:
-            return
-        self.told_of_clipping = True
-        warnings.warn(
-            f"worker {self._loop.job.rank}: {what}, where each worker has the gradient of its own samples alone. A "
-            "factor, a mask, or a multiple of the weights gives what one process gives; what depends on the gradient, "
-            "such as clipping, does not: steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean of all",
-            stacklevel=line_of_user(),
-        )
 
     def _digest(self, index: int) -> StepDigest:
         """Return what all workers' loops are to have in common in the step of an optimizer."""
@@ -405,7 +389,7 @@ class LoopSteps:
     def are_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's step is made of all workers' gradients."""
         kind = self._loop.job.kind
-        return kind.together and not kind.local and id(optimizer) in self._shared_steps
+        return kind.together and not kind.local and id(optimizer) in self._prepared.shared
 
     @property
     def averages(self) -> bool:

@@ -367,7 +367,7 @@ class LoopModel(TorchModel):
                 self.rows.send(loop.steps.factor, again=again)
         self._weight = loop.weights.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None)
-        loop.steps.edits = self._overlap.edits.is_found
+        loop.steps.edits.are_made = self._overlap.edits.is_found
         if left is None:
             assert self.take_back is not None
             self.take_back()

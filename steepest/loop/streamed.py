@@ -15,8 +15,7 @@ from steepest.core.data.sampler import even_share, step_seed
 from steepest.core.models.losses import samples_of
 from steepest.data.drawn import DRAWS, Drawn
 from steepest.data.passes import DataPass, runs
-from steepest.loop.cursor import Cursor
-from steepest.loop.place import LoopPlace
+from steepest.loop.cursor import Cursor, LoopPlace
 
 _KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
 

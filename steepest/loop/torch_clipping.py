@@ -67,9 +67,9 @@ def _by_value(*arguments: Any, **named: Any) -> Any:
 def _tell(name: str, why: str) -> None:
     """Have worker 0's loop, if the calling thread is in it, warned once."""
     loop = _watching[0]() if _watching else None
-    if loop is None or loop.steps.told_of_clipping or not loop.steps.averages:
+    if loop is None or loop.steps.edits.are_told or not loop.steps.averages:
         return
-    loop.steps.told_of_clipping = True
+    loop.steps.edits.are_told = True
     if loop.job.rank:
         return
     warnings.warn(

@@ -17,7 +17,6 @@ from steepest.core.models.protocol import Where, checked_metrics
 from steepest.core.models.scalars import as_number
 from steepest.errors import ConfigurationError
 from steepest.loop import counting
-from steepest.loop.batches import Batches
 from steepest.loop.cursor import Cursor, Pass
 from steepest.loop.entry import Entry
 from steepest.loop.gatherer import Gatherer
@@ -30,7 +29,7 @@ from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, line_of_user, watched
 from steepest.loop.mistakes import explained
 from steepest.loop.notices import Notices
-from steepest.loop.prepared import NOTHING, Ask, Batch, Prepared
+from steepest.loop.prepared import NOTHING, Ask, Batch, Batches, Prepared
 from steepest.loop.script_settings import ScriptSettings, check_lengths, tell_of_schedules
 from steepest.loop.step_weights import StepWeights
 from steepest.loop.torch_clipping import watched as clipping_watched
