@@ -117,14 +117,11 @@ class Cursor:
         self._batch_size, self._seed, self._all = batch_size, seed, whole
         self._plan: SamplePlan | None = None
         self._size = 0  # workers in the plan
-        self._begun = False  # whether any batch, or round, was
-        self._summed_by = 0  # workers in the last one
+        self._summed_by = 0  # workers in the last batch, or round; 0 before the first
         self._to_come = (
             0  # passes of the epoch up to that in which others are, where it was entered
         )
-        self._reader: Iterator[Any] = iter(())  # of batches to come, of the place in `_reads`
-        self._reads: tuple[int, ...] = ()
-        self._ahead: _Ahead | None = None
+        self._reader = _Reader(source)
         if source is not None and source.size is None:
             raise ConfigurationError(
                 "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
@@ -165,7 +162,7 @@ class Cursor:
         """
         if self._source is not None:
             self._plan_for(size)  # before the place moves
-        goes_on = holds and self._begun and size == self._summed_by
+        goes_on = holds and size == self._summed_by
         goes_on = goes_on and self.back < MOST_AGAIN
         if goes_on:
             self.before += self.place.step
@@ -173,12 +170,12 @@ class Cursor:
         self.place = LoopPlace(epoch, passes, passed, batch + 1, 0, True)
         if not goes_on:
             self.forget_before()
-        self._summed_by, self._begun = size, True
+        self._summed_by = size
         return goes_on
 
     def has_other_size(self, size: int) -> bool:
         """Return whether the last batch, or round, was one of another number of workers."""
-        return self._begun and size != self._summed_by
+        return self._summed_by not in (0, size)
 
     def forget_before(self) -> None:
         """Note that no gradients of batches before are part of a later step."""
@@ -240,7 +237,8 @@ class Cursor:
             self._size = state["size"]
             step, epoch, offset = state["begun"]
             left = tuple((e, b, t) for e, b, t in state["left"])
-            self._plan, self._reads = self._planned(step, Remaining(epoch, offset, left)), ()
+            self._plan = self._planned(step, Remaining(epoch, offset, left))
+            self._reader.end_pass()
         return is_whole
 
     def _before_batch(self, place: LoopPlace) -> LoopPlace:
@@ -274,7 +272,8 @@ class Cursor:
             rest, at = Remaining(), self.place.batch
             if self._plan is not None:
                 rest = self._plan.remaining(at * self._size, (), self._size, self._size)
-            self._size, self._reads = size, ()
+            self._size = size
+            self._reader.end_pass()
             self._plan = self._planned(at, rest)
         return self._plan
 
@@ -313,7 +312,7 @@ class Cursor:
         self.place = place._replace(
             passes=place.passes + 1, passed=place.passed + 1, batch=batch, inside=False
         )
-        self._reads = ()  # each pass is read by a new iterator
+        self._reader.end_pass()
         return True
 
     def go_on_with_pass(self) -> None:
@@ -342,7 +341,7 @@ class Cursor:
         self.whole = plan.position(step).size
         begin, end = even_share(self.whole, rank, size)
         self.samples = end - begin
-        batch = self._read(plan, step, rank, size)
+        batch = self._reader.read(plan, _Reading(step, rank, size))
         self.samples_of_all = self.whole
         if isinstance(batch, Drawn):
             self.samples = batch.samples if self.samples else 0
@@ -359,21 +358,8 @@ class Cursor:
     def batch_before(self, rank: int, size: int) -> Any:
         """Return a batch of the worker's in a pass that is over: one that it sees does not count."""
         plan = self._plan_for(size)
-        return self._read(plan, max(self.place.batch, plan.start_step), rank, size)
-
-    def _read(self, plan: SamplePlan, step: int, rank: int, size: int) -> Any:
-        """Return a worker's batch, read by the iterator that has read the one before, if there is one."""
-        assert self._source is not None
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.reads == (step, rank, size) and self._reads:
-            if ahead.error is not None:
-                self._reads = ()  # an iterator that raises is exhausted
-                raise ahead.error
-            return ahead.batch
-        if ahead is not None or self._reads != (step, rank, size):
-            self._reader = iter(self._source.open(_shares(plan, step, rank, size)))
-        self._reads = step + 1, rank, size
-        return next(self._reader)
+        step = max(self.place.batch, plan.start_step)
+        return self._reader.read(plan, _Reading(step, rank, size))
 
     def load_ahead(self, rank: int, size: int, seed: Callable[[int], None]) -> None:
         """Load the next batch of the pass before the loop asks for it; what raises does so where it does.
@@ -382,28 +368,81 @@ class Cursor:
             rank, size: of the worker, and the job.
             seed: seeds all generators for loading the batch of a number.
         """
-        reads, step = self._reads, self.place.batch
-        if self._ahead is not None or self.is_at_last or reads != (step, rank, size):
-            return
-        seed(step + 1)
-        batch, error = None, None
-        try:
-            batch = next(self._reader)
-        except BaseException as raised:  # noqa: BLE001 - raised where the loop takes the batch
-            error = raised
-        self._ahead, self._reads = _Ahead(reads, batch, error), (step + 1, rank, size)
+        if not self.is_at_last:
+            self._reader.load_ahead(_Reading(self.place.batch, rank, size), seed)
+
+
+class _Reading(NamedTuple):
+    """Which batch is read: the number of its step in the plan, and the worker's and the job's numbers."""
+
+    step: int
+    rank: int
+    size: int
 
 
 class _Ahead(NamedTuple):
     """A batch that was loaded before its turn, or what loading it has raised."""
 
-    reads: tuple[int, ...]  # its place, as the cursor's
+    reading: _Reading
     batch: Any
     error: BaseException | None
 
 
-def _shares(plan: SamplePlan, step: int, rank: int, size: int) -> Iterator[Indices]:
+class _Reader:
+    """Reads a worker's batches, each pass by an iterator of its own.
+
+    Args:
+        source: of the data; None without a loader, where nothing is read.
+    """
+
+    def __init__(self, source: Source | None) -> None:
+        self._source = source
+        self._batches: Iterator[Any] = iter(())
+        self._next: _Reading | None = (
+            None  # what the iterator reads next; None where that is exhausted
+        )
+        self._ahead: _Ahead | None = None
+
+    def end_pass(self) -> None:
+        """Read what follows by a new iterator."""
+        self._next = None
+
+    def read(self, plan: SamplePlan, reading: _Reading) -> Any:
+        """Return a batch, read by the iterator that has read the one before, if there is one."""
+        assert self._source is not None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.reading == reading and self._next is not None:
+            if ahead.error is not None:
+                self._next = None  # an iterator that raises is exhausted
+                raise ahead.error
+            return ahead.batch
+        if ahead is not None or self._next != reading:
+            self._batches = iter(self._source.open(_shares(plan, reading)))
+        self._next = reading._replace(step=reading.step + 1)
+        return next(self._batches)
+
+    def load_ahead(self, reading: _Reading, seed: Callable[[int], None]) -> None:
+        """Load a batch if it is the iterator's next one; what raises does so in `read`.
+
+        Args:
+            reading: which batch.
+            seed: seeds all generators for loading the batch of a number.
+        """
+        if self._ahead is not None or self._next != reading:
+            return
+        seed(reading.step + 1)
+        batch, error = None, None
+        try:
+            batch = next(self._batches)
+        except BaseException as raised:  # noqa: BLE001 - raised where the loop takes the batch
+            error = raised
+        self._ahead = _Ahead(reading, batch, error)
+        self._next = reading._replace(step=reading.step + 1)
+
+
+def _shares(plan: SamplePlan, reading: _Reading) -> Iterator[Indices]:
     """Yield a worker's shares from a step to the end of its epoch; the first sample where it has none."""
+    step, rank, size = reading
     epoch = (at := plan.position(step)).epoch
     while at.epoch == epoch:
         share = plan.share(step, rank, size)
