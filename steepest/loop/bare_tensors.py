@@ -44,9 +44,9 @@ def bare_tensors(
                 f"an optimizer holds a parameter of shape {tuple(each.shape)} that is not a parameter of the modules "
                 "given: give the module that has it to steepest.prepare() too, or the parameter itself if none has"
             )
-    found = {id(each) for each in trained}
+    trained_ids = {id(each) for each in trained}
     for each in given:
-        if id(each) not in found:
+        if id(each) not in trained_ids:
             raise ConfigurationError(
                 f"steepest.prepare() was given a tensor of shape {tuple(each.shape)} that no optimizer has: what is "
                 "not trained stays as it is, and is not given"

@@ -170,13 +170,13 @@ def prepare(
     if data is not None:
         whole = cursor.whole_batch(loop.job.size) if cursor else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
-    found = tuple(made.get(id(each), each) for each in objects)
+    returned = tuple(made.get(id(each), each) for each in objects)
     sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
-    given = (*objects, *found)
+    of_user = (*objects, *returned)
     if loop.job.size > 1:
         tell_of_own_buffers(modules, loop.job.rank, buffers or ())
-    loop.prepare(Prepared(model, servers, schedulers, cursor, closures, sums, enter, given))
-    return found[0] if len(found) == 1 else found
+    loop.prepare(Prepared(model, servers, schedulers, cursor, closures, sums, enter, of_user))
+    return returned[0] if len(returned) == 1 else returned
 
 
 def _shares(
@@ -243,8 +243,8 @@ def _check_enough(
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau],
 ) -> None:
     """Check that nothing is missing; else ConfigurationError."""
-    for what, given in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
-        if not given:
+    for what, objects in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
+        if not objects:
             raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")
     for scheduler in schedulers:
         if not any(scheduler.optimizer is each for each in optimizers):
@@ -413,8 +413,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     loop = calling("clip_grad_norm_")
     if loop is None:
         return clip_alone(parameters, max_norm)
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return loop.steps.clip_norm(given, max_norm)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return loop.steps.clip_norm(tensors, max_norm)
 
 
 @_told
@@ -482,5 +482,5 @@ def size() -> int:
 
 def _of(name: str, alone: int) -> int:
     loop = seen_from(name)
-    found: int = alone if loop is None else getattr(loop.job, name)
-    return found
+    number: int = alone if loop is None else getattr(loop.job, name)
+    return number

@@ -58,7 +58,7 @@ def steps_in_workers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, B
         bonds.append(
             (own.union(*(ids for ids, _ in bound)), [*(n for _, ns in bound for n in ns), at])
         )
-    found: dict[int, ByClosure] = {}
+    by_number: dict[int, ByClosure] = {}
     for _, numbers in bonds:
         if len(numbers) == 1 and not needs_closure(optimizers[numbers[0]]):
             continue
@@ -68,8 +68,8 @@ def steps_in_workers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, B
         first = {id(p): at for at in reversed(range(len(groups))) for p in groups[at]}
         disjoint = [[p for p in group if first[id(p)] == at] for at, group in enumerate(groups)]
         updates = torch.optim.SGD([{"params": group} for group in disjoint if group], lr=1.0)
-        found |= {at: ByClosure(optimizers[at], updates) for at in numbers}
-    return dict(sorted(found.items()))
+        by_number |= {at: ByClosure(optimizers[at], updates) for at in numbers}
+    return dict(sorted(by_number.items()))
 
 
 class ByClosure:
@@ -98,11 +98,11 @@ class ByClosure:
 
     def state(self, *, noted: bool) -> dict[str, Any]:
         """Return its state after the last step that is committed; `noted`: with the hyperparameters of `note`."""
-        found = self.optimizer.state_dict() if self._before is None else self._before
+        state = self.optimizer.state_dict() if self._before is None else self._before
         if not noted:
-            return found
-        groups = zip(found["param_groups"], self._set, strict=True)
-        return {**found, "param_groups": [{**own, **before} for own, before in groups]}
+            return state
+        groups = zip(state["param_groups"], self._set, strict=True)
+        return {**state, "param_groups": [{**own, **before} for own, before in groups]}
 
     def end_step(self, *, left_out: bool) -> None:
         """Note that the last step is committed, or left out: then the state is that of before."""
@@ -129,14 +129,14 @@ class ByClosure:
         self.aside = {p: p.detach().clone() for p in self.parameters}
         self.lay_out()
         try:
-            found: torch.Tensor = step(self.optimizer, evaluate)
+            loss: torch.Tensor = step(self.optimizer, evaluate)
             tried = {p: p.detach() for p in self.aside}
         finally:
             self.aside = {}
             put_back()
         for parameter, values in tried.items():
             parameter.grad = parameter.detach() - values
-        return found
+        return loss
 
     def lay_out(self) -> None:
         """Have parameters be the values that are tried."""

@@ -261,10 +261,10 @@ class Cursor:
         assert self._source is not None
         assert self._source.size is not None
         whole = self.whole_batch(self._size)
-        about = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
+        order = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
         blocks = getattr(self._source, "blocks", None)
         drop_last = bool(getattr(self._source, "drop_last", False))
-        return SamplePlan(*about, blocks=blocks, left=rest.left, drop_last=drop_last)
+        return SamplePlan(*order, blocks=blocks, left=rest.left, drop_last=drop_last)
 
     def _plan_for(self, size: int) -> SamplePlan:
         """Return the plan of the samples of so many workers: its steps are batches, its epochs passes."""

@@ -77,5 +77,5 @@ class EachEpochSource:
 
 def loaded(batch: Any) -> tuple[Any, int | None]:
     """Return a batch that a source gave, and the number of its samples where the source knows it."""
-    found = batch.load() if isinstance(batch, Later) else batch
-    return (found.batch, found.samples) if isinstance(found, Drawn) else (found, None)
+    content = batch.load() if isinstance(batch, Later) else batch
+    return (content.batch, content.samples) if isinstance(content, Drawn) else (content, None)

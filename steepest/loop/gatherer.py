@@ -111,15 +111,15 @@ class Gatherer:
             except BaseException:
                 self._held = self._held or HeldGenerators()
                 raise
-        found = self.gatherings.found(wanted)
-        if found is None:
+        parts = self.gatherings.found(wanted)
+        if parts is None:
             self._held = self._held or HeldGenerators()
             return None
         if self._held is not None:
             self._held.go_on()
             self._held = None
         self.wanted = None
-        return found
+        return parts
 
     # -- for the user's thread -----------------------------------------------------------------
 
@@ -144,9 +144,9 @@ class Gatherer:
     ) -> list[torch.Tensor]:
         """Return the parts of all workers at a place, to which a call of the user's has come."""
         wanted = GatheringParts(place, own, self._seat, self._loop.steps_taken)
-        found: list[torch.Tensor] = self._loop.job.turns.ask(wanted)
-        check_here(found, call)
-        return found
+        parts: list[torch.Tensor] = self._loop.job.turns.ask(wanted)
+        check_here(parts, call)
+        return parts
 
     def gather(self, value: Any) -> Any:
         """Return the values of all workers, see `steepest.gather`."""
@@ -175,18 +175,18 @@ class Gatherer:
     def _gather_at_top(self, value: Any) -> Any:
         """Return what the others have gathered before the first batch of the epoch; gather it, if none has."""
         if self._at_top < len(self.gathered_at_top):
-            found = from_record(value, self.gathered_at_top[self._at_top])
+            gathered = from_record(value, self.gathered_at_top[self._at_top])
             self._at_top += 1
-            return found
+            return gathered
         if self._loop.entry.arriving is not None:
             raise ConfigurationError(
                 f"worker {self._loop.job.rank} has entered the epoch later than others, and gathers before its first "
                 "batch where these have not: let all workers gather there equally often"
             )
-        found = self._gather(value)
-        self.gathered_at_top.append(recorded(found))
+        gathered = self._gather(value)
+        self.gathered_at_top.append(recorded(gathered))
         self._at_top += 1
-        return found
+        return gathered
 
     def _gather(self, value: Any) -> Any:
         loop = self._loop
@@ -205,8 +205,8 @@ class Gatherer:
         def follow(leaf: torch.Tensor, whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             back = place._replace(nth=self._nth)
             self._nth += 1
-            found: torch.Tensor = Gathered.apply(leaf, whole, rows, partial(self._summed, back))  # type: ignore[no-untyped-call]
-            return found
+            followed: torch.Tensor = Gathered.apply(leaf, whole, rows, partial(self._summed, back))  # type: ignore[no-untyped-call]
+            return followed
 
         return joined(value, parts, self.order, loop.job.rank, follow)
 
@@ -226,8 +226,8 @@ class Gatherer:
         wide = gradient.to(sum_dtype(gradient.dtype))
         own = wide * weight if weight else torch.zeros_like(wide)
         parts = self._ask(place, pack({"leaves": [own]}))
-        found = [unpack(part)["leaves"][0] for part in parts]
-        total = torch.stack([each for each in found if each.shape == gradient.shape]).sum(dim=0)
+        gradients = [unpack(part)["leaves"][0] for part in parts]
+        total = torch.stack([each for each in gradients if each.shape == gradient.shape]).sum(dim=0)
         return (total / weight if weight else total).to(gradient)
 
     def average(
@@ -243,16 +243,18 @@ class Gatherer:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         has = torch.tensor([p.grad is not None for p in parameters])
         own = [torch.stack([loss.double().cpu(), torch.tensor(weight).double()]), has, *gradients]
-        found = [unpack(part)["leaves"] for part in self._ask(place, pack({"leaves": own}))]
-        found = [leaves for leaves in found if len(leaves[0]) and leaves[0][1]]
-        total = sum(float(leaves[0][1]) for leaves in found)
+        of_workers = [unpack(part)["leaves"] for part in self._ask(place, pack({"leaves": own}))]
+        of_workers = [leaves for leaves in of_workers if len(leaves[0]) and leaves[0][1]]
+        total = sum(float(leaves[0][1]) for leaves in of_workers)
         for at, parameter in enumerate(parameters, 2):
-            if not any(leaves[1][at - 2] for leaves in found):
+            if not any(leaves[1][at - 2] for leaves in of_workers):
                 parameter.grad = None
                 continue
             dtype = sum_dtype(parameter.dtype)
-            mean = sum(leaves[at].to(dtype) * (float(leaves[0][1]) / total) for leaves in found)
+            mean = sum(
+                leaves[at].to(dtype) * (float(leaves[0][1]) / total) for leaves in of_workers
+            )
             if isinstance(mean, torch.Tensor):
                 parameter.grad = mean.to(parameter)
-        losses = [leaves[0][0] * (leaves[0][1] / total) for leaves in found]
+        losses = [leaves[0][0] * (leaves[0][1] / total) for leaves in of_workers]
         return torch.stack(losses).sum().to(loss) if losses else loss

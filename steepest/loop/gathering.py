@@ -251,8 +251,8 @@ class Gatherings:
             self._send(other, part)
 
     def _part(self, place: GatheringPlace, owner: int, payload: torch.Tensor) -> Part:
-        about = place.number, place.nth, int(place.region), owner
-        return Part(*about, self._steps.get(place, 0), payload)
+        named = place.number, place.nth, int(place.region), owner
+        return Part(*named, self._steps.get(place, 0), payload)
 
     def _send(self, other: int, part: Part) -> None:
         assert self._member is not None
@@ -305,15 +305,15 @@ def leaves_of(value: Any) -> dict[str, Any]:
         >>> leaves_of({"a": (1, [2, 3]), "b": [torch.ones(2)]})
         {"['a'][0]": 1, "['a'][1]": [2, 3], "['b'][0]": tensor([1., 1.])}
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
 
     def look(value: Any, way: str) -> None:
         if is_leaf(value):
-            if way in found:
+            if way in leaves:
                 raise ConfigurationError(
                     f"steepest.gather() was given two keys that read alike, at value{way}: give other keys"
                 )
-            found[way] = value
+            leaves[way] = value
         elif isinstance(value, (Mapping, list, tuple)):
             for key, each in _items(value):
                 look(each, f"{way}[{key!r}]")
@@ -324,7 +324,7 @@ def leaves_of(value: Any) -> dict[str, Any]:
             )
 
     look(value, "")
-    return found
+    return leaves
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -344,8 +344,8 @@ def rebuilt(value: Any, leaves: Mapping[str, Any]) -> Any:
         first = min((place for _, place, _ in parts), default=0)
         if isinstance(value, Mapping):
             return first, {key: each for key, _, each in sorted(parts, key=lambda part: part[1])}
-        found = [each for _, _, each in parts]
-        return first, type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        values = [each for _, _, each in parts]
+        return first, type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
 
     return build(value, "")[1]
 
@@ -501,10 +501,10 @@ class Gathered(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Return the gradient of the worker's own rows; none where they do not count."""
-        found = ctx.summed(gradient)[ctx.rows.to(gradient.device)]
-        if found.numel() == 0:
-            found = gradient.new_zeros(ctx.shape)
-        return found.reshape(ctx.shape), None, None, None
+        own = ctx.summed(gradient)[ctx.rows.to(gradient.device)]
+        if own.numel() == 0:
+            own = gradient.new_zeros(ctx.shape)
+        return own.reshape(ctx.shape), None, None, None
 
 
 def _places(lengths: list[int], order: Sequence[Sequence[int]]) -> list[int] | None:
@@ -517,10 +517,10 @@ def _places(lengths: list[int], order: Sequence[Sequence[int]]) -> list[int] | N
 
 def _join(parts: list[Any], places: list[int] | None) -> Any:
     column = isinstance(parts[0], list)
-    found: Any = [each for part in parts for each in part] if column else _concatenated(parts)
+    rows: Any = [each for part in parts for each in part] if column else _concatenated(parts)
     if places is None:
-        return found
-    return [found[i] for i in places] if isinstance(found, list) else found[places]
+        return rows
+    return [rows[i] for i in places] if isinstance(rows, list) else rows[places]
 
 
 def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -534,8 +534,8 @@ def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
         ) from None
 
 
-def _like(own: Any, found: Any) -> Any:
+def _like(own: Any, whole: Any) -> Any:
     """Return what was found in the form of a worker's own leaf."""
     if isinstance(own, torch.Tensor):
-        return found.to(own.device)
-    return found.numpy() if isinstance(own, np.ndarray) else found
+        return whole.to(own.device)
+    return whole.numpy() if isinstance(own, np.ndarray) else whole

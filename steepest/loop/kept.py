@@ -124,8 +124,8 @@ def pack(state: Mapping[str, Any], batches: int = 0) -> torch.Tensor:
                 f"the state of {name!r} cannot be kept ({error}): let its state_dict() return numbers, text, tensors, "
                 "and dicts, lists and tuples of these"
             ) from None
-    about = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    text = json.dumps([values, about]).encode()
+    kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    text = json.dumps([values, kinds]).encode()
     parts = [batches.to_bytes(_LENGTH, "little"), len(text).to_bytes(_LENGTH, "little"), text]
     flat = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
     return torch.cat([*flat, *(t.reshape(-1).view(torch.uint8) for t in tensors if t.numel())])
@@ -135,9 +135,9 @@ def unpack(packed: torch.Tensor) -> dict[str, Any]:
     """Return what `pack` was given; ValueError: `pack` returns no such thing."""
     raw = packed.contiguous()[_LENGTH:]
     at = _LENGTH + int.from_bytes(raw[:_LENGTH].numpy().tobytes(), "little")
-    values, about = json.loads(raw[_LENGTH:at].numpy().tobytes())
+    values, kinds = json.loads(raw[_LENGTH:at].numpy().tobytes())
     tensors = []
-    for name, shape in about:
+    for name, shape in kinds:
         dtype = getattr(torch, name)
         tensor = torch.empty(shape, dtype=dtype)
         end = at + tensor.numel() * tensor.element_size()

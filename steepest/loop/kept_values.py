@@ -120,11 +120,11 @@ def restored(form: Form, old: Any, path: str, find: FindClass) -> Any:
     if kind in ("tensor", "array"):
         return _filled(form, old)
     if kind in ("bytes", "bytearray"):
-        found = form[1].numpy().tobytes()
+        raw = form[1].numpy().tobytes()
         if kind == "bytearray" and type(old) is bytearray:
-            old[:] = found
+            old[:] = raw
             return old
-        return found if kind == "bytes" else bytearray(found)
+        return raw if kind == "bytes" else bytearray(raw)
     if kind == "dict":
         return _restored_dict(form, old, path, find)
     if kind == "generator":
@@ -221,11 +221,11 @@ def _filled(form: Form, old: Any) -> Any:
     """Return a tensor, or an array, in place of one of the same shape and type."""
     value = form[1]
     if form[0] == "array":
-        found = value.numpy()
-        is_like = type(old) is np.ndarray and (old.shape, old.dtype) == (found.shape, found.dtype)
+        array = value.numpy()
+        is_like = type(old) is np.ndarray and (old.shape, old.dtype) == (array.shape, array.dtype)
         if not is_like or not old.flags.writeable:
-            return found
-        old[...] = found
+            return array
+        old[...] = array
         return old
     is_like = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)
     if is_like and old.is_leaf:
@@ -237,19 +237,19 @@ def _filled(form: Form, old: Any) -> Any:
 def _restored_dict(form: Form, old: Any, path: str, find: FindClass) -> Any:
     _, name, pairs, factory = form
     before = dict(old) if isinstance(old, dict) else {}
-    found = {}
+    entries = {}
     for key_form, each in pairs:
         key = restored(key_form, None, path, find)
-        found[key] = restored(each, _whole(before.get(key)), f"{path}[{key!r}]", find)
+        entries[key] = restored(each, _whole(before.get(key)), f"{path}[{key!r}]", find)
     if type(old) is _DICTS[name]:
         old.clear()
-        for key, each in found.items():
+        for key, each in entries.items():
             old[key] = each
         return old
     if name == "defaultdict":
-        return defaultdict(_FACTORIES.get(factory), found)
+        return defaultdict(_FACTORIES.get(factory), entries)
     made: Any = _DICTS[name]
-    return made(found)
+    return made(entries)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -271,14 +271,14 @@ def _is_of(old: Any, form: Form) -> bool:
 
 def _found(form: Form, path: str, find: FindClass) -> type:
     _, module, name, *_ = form
-    found = find(module, name)
+    kind = find(module, name)
     is_named = form[0] == "named"
-    if found is None or (is_named and not issubclass(found, tuple)):
+    if kind is None or (is_named and not issubclass(kind, tuple)):
         raise ConfigurationError(
             f"steepest.register(): {path} is a {name} of {module}, and the script has no such class at the top of a "
             "module: define it there"
         )
-    return found
+    return kind
 
 
 def finder(function: Any) -> FindClass:

@@ -61,14 +61,14 @@ class LocalEdits:
         self, kept: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor | None]
     ) -> None:
         before, self._factor = self._factor, None
-        found = [
+        factors = [
             _factor(was, now)
             for index, was in kept.items()
             if (now := gradients.get(index)) is not None
         ]
-        known = [factor for factor in found if factor is not None]
+        known = [factor for factor in factors if factor is not None]
         most = max(map(abs, known), default=0.0)
-        if len(known) < len(found) or (known and max(known) - min(known) > _ROUNDINGS * most):
+        if len(known) < len(factors) or (known and max(known) - min(known) > _ROUNDINGS * most):
             self.is_found = self._is_settled = True
         elif known and known[0] != 1.0:
             self._factor = known[0]

@@ -83,9 +83,9 @@ class Rounds:
 
     def take(self, is_undone: Callable[[BegunRound], bool]) -> BegunRound | None:
         """Return the first of the rounds that are undone, and forget about these; None if there are none."""
-        found = next((each for each in self.begun if is_undone(each)), None)
+        first = next((each for each in self.begun if is_undone(each)), None)
         self.begun = [each for each in self.begun if not is_undone(each)]
-        return found
+        return first
 
     def opens(self) -> bool:
         """Return whether a batch that the loop takes is the first of the engine's present round."""
@@ -270,18 +270,18 @@ class LoopStates:
     def _set_here(self) -> dict[str, Any]:
         """Return the part of the state that a loop sets by hand, which may change before the next step."""
         loop = self._loop
-        found = {
+        state = {
             "reports": loop.next_report,
             "since": dict(loop.reports.since),
             "kept": {} if self.kept is None else self.kept.state(objects=False),
         }
         if loop.prepared.cursor is not None:
-            found["weights"] = loop.weights.sum.state()
+            state["weights"] = loop.weights.sum.state()
         if loop.prepared.cursor is not None:  # what is between two steps of a batch is done again
-            found |= self._scheduled()
+            state |= self._scheduled()
         elif loop.prepared is not NOTHING:  # so is what the loop sets before the step
-            found["groups"] = loop.prepared.model.optimizer_spec.changed(loop.prepared.groups)
-        return found
+            state["groups"] = loop.prepared.model.optimizer_spec.changed(loop.prepared.groups)
+        return state
 
     def begin_round(self, step: int) -> None:
         """Note what is the state of a worker that takes a round of own updates, of a step of the job, from here on."""

@@ -147,10 +147,10 @@ class LoopSteps:
     def _refuse_group(self, name: str, param_group: Mapping[str, Any]) -> None:
         """Refuse parameters that an optimizer gets after `prepare`: say what to do in place of it."""
         params = param_group["params"]
-        found = self._loop.prepared.model.names_of(
+        named = self._loop.prepared.model.names_of(
             [params] if isinstance(params, torch.Tensor) else params
         )
-        own, others = found
+        own, others = named
         if others:
             shapes = ", ".join(str(tuple(each.shape)) for each in others)
             do = (
@@ -329,8 +329,8 @@ class LoopSteps:
                 "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
             )
         records = self._loop.job.turns.ask(Errand(self._read_state))
-        found: dict[str, Any] = self._loop.prepared.model.state_of(optimizer, records)
-        return found
+        state: dict[str, Any] = self._loop.prepared.model.state_of(optimizer, records)
+        return state
 
     def _read_state(self) -> list[Record]:
         """Return what servers have of the optimizer's state; on the worker's thread."""
@@ -340,9 +340,9 @@ class LoopSteps:
     def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
         """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
         prepared = self._loop.prepared
-        given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        clipped = {id(parameter) for parameter in parameters if parameter.requires_grad}
         if prepared is not NOTHING:  # rows in weights have an optimizer of their own
-            given -= set(map(id, prepared.model.held_rows()))
+            clipped -= set(map(id, prepared.model.held_rows()))
         by_optimizer = prepared.trained()
         if prepared.closures:
             raise ConfigurationError(
@@ -350,7 +350,7 @@ class LoopSteps:
                 "with another one: it sees the mean gradient of all workers by itself; leave clipping out"
             )
         of_one = [{id(p) for p in each} for each in by_optimizer]
-        if given not in of_one:
+        if clipped not in of_one:
             if len(of_one) > 1:
                 raise ConfigurationError(
                     "steepest.clip_grad_norm_() was given other parameters than one optimizer has: each optimizer's "
@@ -363,7 +363,7 @@ class LoopSteps:
             )
         if not knows_norms(self._loop.job.kind.rule, self._loop.job.size):
             raise ConfigurationError(NO_NORM.format("steepest.clip_grad_norm_()"))
-        index = of_one.index(given)
+        index = of_one.index(clipped)
         self.clips[index] = require_positive("max_norm", most)
         return torch.nn.utils.get_total_norm(
             [p.grad for p in by_optimizer[index] if p.grad is not None]
@@ -412,11 +412,11 @@ class LoopSteps:
 
 def _groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
     """Return the ids of the parameters of optimizers' groups."""
-    found = []
+    groups = []
     for each in optimizers:
         for group in each.param_groups:
-            found.append([*map(id, group["params"])])
-    return found
+            groups.append([*map(id, group["params"])])
+    return groups
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -433,14 +433,14 @@ def with_hooks(
     optimizer: torch.optim.Optimizer, step: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return what the step returns."""
-    given: Any = (optimizer, *arguments)
+    arguments_now: Any = (optimizer, *arguments)
     for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
-        if (others := before(optimizer, given, named)) is not None:
-            given, named = others
-    found = step(*given[1:], **named)
+        if (others := before(optimizer, arguments_now, named)) is not None:
+            arguments_now, named = others
+    result = step(*arguments_now[1:], **named)
     for after in tuple(optimizer._optimizer_step_post_hooks.values()):
-        after(optimizer, given, named)
-    return found
+        after(optimizer, arguments_now, named)
+    return result
 
 
 def _refuse_state(name: str, *_: object, **__: object) -> None:

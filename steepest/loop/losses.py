@@ -164,12 +164,12 @@ def _grad(outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
 def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> Any:
     """Return the gradients with which a backward pass begins, multiplied."""
     outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    given: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None]
     if grad_tensors is None:
-        given = [None] * len(outputs)
+        gradients = [None] * len(outputs)
     else:
-        given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
+        gradients = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
     return [
         (torch.ones_like(output) if gradient is None else gradient) * scale
-        for output, gradient in zip(outputs, given, strict=True)
+        for output, gradient in zip(outputs, gradients, strict=True)
     ]

@@ -44,7 +44,7 @@ def explained(
         return ConfigurationError(_NO_SIGNALS)
     if of_one_sample(error):
         return ConfigurationError(ONE_SAMPLE)
-    found = _ANOTHER.match(text) if isinstance(error, (TypeError, AttributeError)) else None
-    if found and found[1] in {type(each).__name__ for each in prepared}:
+    match = _ANOTHER.match(text) if isinstance(error, (TypeError, AttributeError)) else None
+    if match and match[1] in {type(each).__name__ for each in prepared}:
         return ConfigurationError(f"{text}: {_ORDER}")
     return None

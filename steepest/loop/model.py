@@ -104,8 +104,8 @@ class LoopModel(TorchModel):
                 buffers=buffers,
             )
         self._writes = LoopWrites(loop.steps.unseen)
-        given = {id(self._parameters[name]) for name in self.optimizer_spec.trainable()}
-        self._places = ParameterPlaces(module, given)
+        trained = {id(self._parameters[name]) for name in self.optimizer_spec.trainable()}
+        self._places = ParameterPlaces(module, trained)
         self._overlap = Overlap()
         self._where = Where(0, 0, (0, 1))
         self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
@@ -237,9 +237,9 @@ class LoopModel(TorchModel):
     def names_of(self, parameters: Iterable[torch.Tensor]) -> tuple[set[str], list[torch.Tensor]]:
         """Return the names of those parameters that are the model's, and the others."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        given = list(parameters)
-        own = {names[id(each)] for each in given if id(each) in names}
-        return own, [each for each in given if id(each) not in names]
+        every = list(parameters)
+        own = {names[id(each)] for each in every if id(each) in names}
+        return own, [each for each in every if id(each) not in names]
 
     @property
     def frozen(self) -> list[str]:
@@ -288,13 +288,13 @@ class LoopModel(TorchModel):
         if trying is not None:
             trying.lay_out()
         try:
-            found = goes_on(*arguments)
+            result = goes_on(*arguments)
         except BaseException:
             self._end_turn(writes, begun)
             raise
         if (wrong := self._end_turn(writes, begun)) is not None:
             raise ModelError(wrong)
-        return found
+        return result
 
     def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:
         """End a turn; return in words what the loop has done to a parameter, or None."""
@@ -355,8 +355,8 @@ class LoopModel(TorchModel):
         samples, whole = (1, 1) if self._share is None else self._share
         self._begin_anew_if_undone()
         again = bool(self.tables) and session.awaits(self._where)
-        given = Batch(batch, self._where, samples, whole)
-        stepped = self._in_turn(self._go_on_with, given, ready)
+        taken = Batch(batch, self._where, samples, whole)
+        stepped = self._in_turn(self._go_on_with, taken, ready)
         if loop.batches.taken is not None and loop.batches.taken.where == self._where:
             samples = loop.batches.taken.samples
         if not stepped:
@@ -493,12 +493,12 @@ class LoopModel(TorchModel):
         """Return buffers and the like as they are where the loop's state begins."""
         if (begun := self.loop.states.begun) is not None:
             return begun.buffers
-        found = super().state()
+        buffers = super().state()
         if (
             self.loop.states.is_in_step
         ):  # forward passes of a batch that is taken again have changed them
-            found |= {name: value for name, value in self._of_step.items() if name in found}
-        return found
+            buffers |= {name: value for name, value in self._of_step.items() if name in buffers}
+        return buffers
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of buffers and the like as they are now."""

@@ -45,16 +45,16 @@ class ParameterPlaces:
                 break
         else:
             return None
-        found = plainly(self._module.named_parameters(remove_duplicate=False))
-        for name, given in self._given.items():
-            now = found.get(name)
-            if now is given:
+        present = plainly(self._module.named_parameters(remove_duplicate=False))
+        for name, parameter in self._given.items():
+            now = present.get(name)
+            if now is parameter:
                 continue
             if (
                 now is None
             ):  # what is gone with its module stays as it is; what has another name does not
-                for other, each in found.items():
-                    if each is given:
+                for other, each in present.items():
+                    if each is parameter:
                         return f"the loop has made {name!r} to {other!r}{_DO}"
                 continue
             for other, each in self._given.items():

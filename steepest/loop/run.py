@@ -178,12 +178,12 @@ class _LoopNeeds:
 def _advance(sgd: DistributedSGD, number: int, loop: str) -> _LoopNeeds | None:
     """Let all functions go on up to where they need batches; return what they want, or None if all have ended."""
     epoch = sgd.epoch or 0
-    found = sgd._foreach_loop(_Advance(epoch, number), loop)
-    if not number and found[0].resumed:
-        log.warning("going on with the script's own settings: %s", found[0].resumed)
-    for worker, progress in enumerate(found):
+    answers = sgd._foreach_loop(_Advance(epoch, number), loop)
+    if not number and answers[0].resumed:
+        log.warning("going on with the script's own settings: %s", answers[0].resumed)
+    for worker, progress in enumerate(answers):
         sgd.history.reports.add(worker, progress.reports, sgd._training.step)
-    going_on = [progress for progress in found if not progress.ended]
+    going_on = [progress for progress in answers if not progress.ended]
     if not going_on:
         return None
     wanted = {progress.epochs for progress in going_on if progress.epochs is not None}

@@ -49,9 +49,9 @@ class UserScript:
         except (OSError, SyntaxError, ValueError) as error:
             raise ConfigurationError(f"cannot run {path}: {error}") from error
         folder = os.path.dirname(os.path.realpath(path))
-        found = cls(os.path.abspath(path), text, tuple(arguments), folder)
-        found._find_neighbours()
-        return found
+        script = cls(os.path.abspath(path), text, tuple(arguments), folder)
+        script._find_neighbours()
+        return script
 
     @classmethod
     def read_module(cls, name: str, arguments: Sequence[str] = ()) -> UserScript:

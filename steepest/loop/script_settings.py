@@ -142,7 +142,7 @@ class ScriptSettings:
 
     def _told(self, begun: Mapping[str, Any], stays: Sequence[Mapping[str, Any]], made: Any) -> str:
         """Return what the script has now in place of what the checkpoint's had, in words; empty if that is the same."""
-        own, found = self.state, []
+        own, differences = self.state, []
         for number, (now, before) in enumerate(zip(own["groups"], begun["groups"], strict=True)):
             of_group = f" of group {number}" if len(own["groups"]) > 1 else ""
             for key in now:
@@ -150,29 +150,29 @@ class ScriptSettings:
                     continue
                 kept = stays[number].get(key) if stays else None
                 if kept is not None:
-                    found.append(
+                    differences.append(
                         f"{key}{of_group} stays {kept}, as the loop or metrics have set it"
                     )
                 else:
-                    found.append(f"{key}{of_group}={now[key]}, not {before.get(key)}")
+                    differences.append(f"{key}{of_group}={now[key]}, not {before.get(key)}")
         for (name, now), (before_name, before) in zip(
             own["schedulers"], begun["schedulers"], strict=True
         ):
             if name != before_name:
-                found.append(f"{name}, not {before_name}")
+                differences.append(f"{name}, not {before_name}")
                 continue
-            found += [
+            differences += [
                 f"{name}'s {key}={now[key]}, not {before.get(key)}"
                 for key in now
                 if key not in _PLACE
                 and not key.startswith("_")
                 and not _same(now[key], before.get(key))
             ]
-        if not found and made:
-            found.append("what the functions of its schedules return")
+        if not differences and made:
+            differences.append("what the functions of its schedules return")
         if own["epochs"] != begun["epochs"] and None not in (own["epochs"], begun["epochs"]):
-            found.append(f"{own['epochs']} epochs, not {begun['epochs']}")
-        return ", ".join(found)
+            differences.append(f"{own['epochs']} epochs, not {begun['epochs']}")
+        return ", ".join(differences)
 
 
 def _has_made(scheduler: Scheduler, state: Mapping[str, Any]) -> bool:
@@ -223,15 +223,15 @@ def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
         for name, length in lengths_of(scheduler):
             if length != epochs * before:
                 continue
-            told = (
+            text = (
                 f"{type(scheduler).__name__} was made for {name}={length}: {epochs} epochs of the {before} batches "
                 f"that len(loader) says before steepest.prepare(). With {size} workers an epoch has {after} steps, and "
                 f"the schedule would end with a part of it: make it for {epochs * after}, such as by epochs * "
                 "math.ceil(len(data) / samples) with the samples of all workers' batches together"
             )
             if len(prepared.optimizers) == 1:
-                raise ConfigurationError(told)
-            warnings.warn(told, stacklevel=2)
+                raise ConfigurationError(text)
+            warnings.warn(text, stacklevel=2)
 
 
 def tell_of_schedules(prepared: Prepared, kept: Kept | None) -> None:

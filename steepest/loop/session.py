@@ -273,17 +273,17 @@ class Session:
             held, self._held = self._held, None
             held.go_on()
         while True:
-            given = None
+            answer = None
             if self._errand is not None:
                 if not waits:
                     return  # between two steps nothing can be received
                 self.job.turns.show()
-                given, self._errand = self._errand.run(), None
+                answer, self._errand = self._errand.run(), None
             elif self.loop.gatherer.wanted is not None:
-                given = self.loop.gatherer.gathered(waits=waits)
-                if given is None:
+                answer = self.loop.gatherer.gathered(waits=waits)
+                if answer is None:
                     return
-            asked = self.job.turns.resume(given)
+            asked = self.job.turns.resume(answer)
             if isinstance(asked, Errand):
                 self.job.asked, self._errand = Ask.PARTS, asked
                 continue

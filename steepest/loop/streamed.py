@@ -69,10 +69,10 @@ class Stream:
     def _begun(self, number: int) -> DataPass:
         """Return a pass by its number."""
 
-        def wrong(found: str) -> str:
+        def wrong(what: str) -> str:
             return (
                 f"the iterable data set ({type(self._dataset).__name__}) says that it has {self.size} samples, and "
-                f"yields {found} in pass {number}: let __len__ return what __iter__ yields to a reader that is alone, "
+                f"yields {what} in pass {number}: let __len__ return what __iter__ yields to a reader that is alone, "
                 "or leave __len__ out"
             )
 
@@ -162,26 +162,26 @@ class StreamCursor(Cursor):
         """Return the samples of the next batch of all workers."""
         whole = self.whole_batch(size)
         self._stream.keeps = _KEPT_STEPS * whole
-        found = self._stream.read(self.place.passed - 1, self._offset, self._offset + whole)
-        return [] if self._stream.drop_last and len(found) < whole else found
+        samples = self._stream.read(self.place.passed - 1, self._offset, self._offset + whole)
+        return [] if self._stream.drop_last and len(samples) < whole else samples
 
     def _has_more(self, size: int) -> bool:
         return bool(self._rest(size))
 
     def batch_before(self, rank: int, size: int) -> Any:
         """Return a batch of the worker's in a pass that is over: one that it sees does not count."""
-        found = self._rest(size)
-        begin, end = even_share(len(found), rank, size)
-        return self._stream.batch_of(found[begin:end] or found[:1])
+        rest = self._rest(size)
+        begin, end = even_share(len(rest), rank, size)
+        return self._stream.batch_of(rest[begin:end] or rest[:1])
 
     def next_batch(self, rank: int, size: int) -> Any:
         """Return a worker's batch, see `Cursor.next_batch`."""
-        found = self._rest(size)
-        begin, end = even_share(len(found), rank, size)
-        batch, samples = self._stream.batch_of(found[begin:end] or found[:1])
-        self.samples, self.whole = samples if end > begin else 0, len(found)
+        rest = self._rest(size)
+        begin, end = even_share(len(rest), rank, size)
+        batch, samples = self._stream.batch_of(rest[begin:end] or rest[:1])
+        self.samples, self.whole = samples if end > begin else 0, len(rest)
         self.samples_of_all = self.whole if self.deals_evenly else 0
-        self._before, self._offset = self._offset, self._offset + len(found)
+        self._before, self._offset = self._offset, self._offset + len(rest)
         self._read_number = self.place.batch
         self.is_at_last = not self._has_more(size)
         return batch

@@ -50,13 +50,13 @@ class Errand:
     def run(self) -> Any:
         """Do it; generators are as before afterwards."""
         try:
-            found = self._work()
+            result = self._work()
         except BaseException:
             self._held = self._held or HeldGenerators()
             raise
         if self._held is not None:
             self._held.go_on()
-        return found
+        return result
 
 
 class LoopRows:
@@ -121,25 +121,25 @@ class LoopRows:
 
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
-        found: tuple[int, int] = self.source.place(table)
-        return found
+        place: tuple[int, int] = self.source.place(table)
+        return place
 
     def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
         """Return the distinct ones of the (table, id) of a batch."""
-        found: Distinct = self.source.distinct(group, tables, ids)
-        return found
+        distinct: Distinct = self.source.distinct(group, tables, ids)
+        return distinct
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
         """Return the values of rows."""
 
         def pull() -> Floats:
-            found: Floats = self.source.pull(
+            rows: Floats = self.source.pull(
                 group, tables, ids, training
             )  # another one by then, perhaps
-            return found
+            return rows
 
-        found: Floats = self._ask(Errand(pull))
-        return found
+        rows: Floats = self._ask(Errand(pull))
+        return rows
 
     def push(
         self,
@@ -176,14 +176,14 @@ _alone: Any = WeakTensorKeyDictionary()
 
 def clip_alone(parameters: Any, most: float) -> torch.Tensor:
     """Clip gradients outside of a job as torch's function does, with those of rows in this process; return the norm."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    sources = list({id(_alone[each]): _alone[each] for each in given if each in _alone}.values())
+    every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    sources = list({id(_alone[each]): _alone[each] for each in every if each in _alone}.values())
     if not sources:
-        return torch.nn.utils.clip_grad_norm_(given, most)
+        return torch.nn.utils.clip_grad_norm_(every, most)
     of_rows = [each for rows in sources for each in rows.gradients()]
-    gradients = [each.grad for each in given if each.grad is not None]
+    gradients = [each.grad for each in every if each.grad is not None]
     norm = torch.nn.utils.get_total_norm([*gradients, *of_rows])
-    torch.nn.utils.clip_grads_with_norm_(given, most, norm)
+    torch.nn.utils.clip_grads_with_norm_(every, most, norm)
     if (factor := most / (float(norm) + _SMALL)) < 1:
         for rows in sources:
             rows.rescale(factor)

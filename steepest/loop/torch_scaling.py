@@ -68,10 +68,10 @@ def _look(
     *arguments: Any,
     **named: Any,
 ) -> Any:
-    found = _LOOKS(scaler, optimizer, inverse, nothing, *arguments, **named)
+    looked = _LOOKS(scaler, optimizer, inverse, nothing, *arguments, **named)
     steps = _watching[0]() if _watching else None
-    if not found and steps is not None and steps.are_for_all(optimizer):
+    if not looked and steps is not None and steps.are_for_all(optimizer):
         return {
             nothing.device: nothing
         }  # other workers have gradients, and torch refuses to step without any
-    return found
+    return looked

@@ -92,16 +92,16 @@ class Turns:
     def ask(self, what: Any) -> Any:
         """Give the turn to the driving thread, on the function's thread; return what `resume` is given."""
         self._asked.put(what)
-        given = self._given.get()
-        if isinstance(given, _Thrown):
-            raise given.error
-        return given
+        answer = self._given.get()
+        if isinstance(answer, _Thrown):
+            raise answer.error
+        return answer
 
     def _run(self) -> None:
         self._ident = _thread.get_ident()  # that of its frames, in a simulation too
-        given = self._given.get()
-        if isinstance(given, _Thrown):
-            self._asked.put(Ended(error=given.error))
+        first = self._given.get()
+        if isinstance(first, _Thrown):
+            self._asked.put(Ended(error=first.error))
             return
         try:
             if self._gpu is not None:

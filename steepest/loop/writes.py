@@ -64,16 +64,16 @@ class LoopWrites(WriteCheck):
             before, self._read = self._read, None
         self._unseen.look = None
         before = before if values is self._values else None  # other weights have come meanwhile
-        found = self._find(versions, before)
-        if found is not None:
+        name = self._find(versions, before)
+        if name is not None:
             self._writes = True
             if before is not None:
-                found = self._left(before)
+                name = self._left(before)
             self._put_back()
             if before is not None:
                 self._values.copy_(before)
                 forget_writes(self._values)
-        return found
+        return name
 
     def _look(self, tensor: Any) -> None:
         """Keep the weights if a tensor that is read lies in them."""
