@@ -79,10 +79,10 @@ def _fields_of_mode(module: Any, path: str = "") -> Iterator[tuple[str, bool]]:
         if isinstance(value, bool) and field.name in (*_TRAINING, *_EVALUATION):
             yield path + field.name, value
         elif field.name != "parent":  # Flax' own, of a module that is in another one
-            found, _ = jax.tree_util.tree_flatten_with_path(
+            leaves, _ = jax.tree_util.tree_flatten_with_path(
                 value, is_leaf=lambda leaf: isinstance(leaf, linen.Module)
             )
-            for keys, leaf in found:
+            for keys, leaf in leaves:
                 if isinstance(leaf, linen.Module):
                     within = jax.tree_util.keystr(keys)
                     yield from _fields_of_mode(leaf, f"{path}{field.name}{within}.")
@@ -109,12 +109,12 @@ def _of_nnx(module: Any, loss: Callable[..., Any]) -> Parts:
 
     def run(params: Any, batch: Any, rng: Any, state: Any, train: bool) -> Any:
         *inputs, target = batch
-        inner, given = jax.random.split(rng)
+        inner, key = jax.random.split(rng)
         own = _filled(kept, params), _reseeded(random, inner), _filled(rest, state or {})
         whole = nnx.merge(graph, *own)
         if not train:  # for training the module is as it was given: a layer may be fixed
             _evaluating(whole)
-        keys = {"rngs": nnx.Rngs(given)} if "rngs" in arguments else {}
+        keys = {"rngs": nnx.Rngs(key)} if "rngs" in arguments else {}
         output = whole(*inputs, **keys, **_modes(arguments, train))
         result = loss(output, target), output
         changed = nnx.to_pure_dict(nnx.split(whole, nnx.Param, nnx.RngState, ...)[3])
@@ -149,8 +149,8 @@ def _notice_of_nnx(module: Any) -> str:
 
 def _modes(arguments: Mapping[str, Any], train: bool) -> dict[str, bool]:
     """Return those of a module's arguments that tell training from evaluation."""
-    found = {name: train for name in _TRAINING if name in arguments}
-    return found | {name: not train for name in _EVALUATION if name in arguments}
+    modes = {name: train for name in _TRAINING if name in arguments}
+    return modes | {name: not train for name in _EVALUATION if name in arguments}
 
 
 def _filled(form: Any, values: Any) -> Any:

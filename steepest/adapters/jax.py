@@ -269,11 +269,11 @@ class JaxModel(Model):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state, and of frozen parameters that are not as installed."""
-        found = {name: value.clone() for name, value in self._state.items()}
+        values = {name: value.clone() for name, value in self._state.items()}
         for name, installed in self._frozen().items():
             if not same_bits(self._values[name], installed):
-                found[name] = self._values[name].clone()
-        return found
+                values[name] = self._values[name].clone()
+        return values
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the values that `state` returned.
@@ -312,10 +312,10 @@ def _of_target(metric: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _computed(outcome: Outcome, batch: Any, share: Share | None, metrics: bool) -> Computed:
-    loss, found, weight, _ = outcome
+    loss, measured, weight, _ = outcome
     samples = samples_of(batch, share, weighed=weight is not None)
     weighs = float(samples) if weight is None else checked_weight(np.asarray(weight))
-    values = checked_metrics({n: np.asarray(v) for n, v in found.items()}) if metrics else {}
+    values = checked_metrics({n: np.asarray(v) for n, v in measured.items()}) if metrics else {}
     return Computed(float(loss), weighs, samples, values)
 
 
@@ -346,24 +346,24 @@ def _named(what: str, tree: Any, x64: bool) -> tuple[Any, dict[str, torch.Tensor
     """Return a pytree whose leaves are their names, and copies of its arrays by name, in order."""
     # ModelError: a leaf is no array of a dtype that JAX and torch have, or two have one name.
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path, leaf in leaves:
         name = path_name(path) or "params"
         dtype = torch_dtype(getattr(leaf, "dtype", None))
         if dtype is None or not hasattr(leaf, "__array__"):
-            given = getattr(leaf, "dtype", type(leaf).__name__)
-            raise ModelError(f"{what} {name!r} is {given}: give arrays of numbers")
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise ModelError(f"{what} {name!r} is {kind}: give arrays of numbers")
         if dtype.itemsize == 8 and not dtype.is_complex and not x64:
             raise ModelError(
                 f"{what} {name!r} is {dtype}, of which JAX would make 32 bits: give it "
                 'those, or call jax.config.update("jax_enable_x64", True) in model_creator'
             )
-        if name in found:
+        if name in tensors:
             raise ModelError(f"two leaves of the pytree are named {name!r}: names must be unique")
         raw = np.array(leaf)
         bits = raw.reshape(-1).view(np.uint8) if raw.size else np.zeros(0, np.uint8)
-        found[name] = torch.from_numpy(bits).view(dtype).view(raw.shape)
-    return jax.tree.unflatten(structure, found), found
+        tensors[name] = torch.from_numpy(bits).view(dtype).view(raw.shape)
+    return jax.tree.unflatten(structure, tensors), tensors
 
 
 def _filled(skeleton: Any, values: Mapping[str, torch.Tensor]) -> Any:

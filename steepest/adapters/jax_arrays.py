@@ -47,8 +47,8 @@ def to_torch(array: Any) -> torch.Tensor:
 
 def torch_dtype(dtype: Any) -> torch.dtype | None:
     """Return torch's dtype of a NumPy or JAX dtype's name, or None where torch has none."""
-    found = getattr(torch, str(dtype), None)
-    return found if isinstance(found, torch.dtype) else None
+    kind = getattr(torch, str(dtype), None)
+    return kind if isinstance(kind, torch.dtype) else None
 
 
 def path_name(path: Any, separator: str = "/") -> str:

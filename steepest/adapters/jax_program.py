@@ -74,25 +74,25 @@ class JaxProgram:
             return parts
         if len(parts) > 2 or self.stateful:
             forms = "(loss, aux, state)" if self.stateful else "the loss alone, or (loss, aux)"
-            given = "" if self.stateful else "; for (loss, aux, state) give state= to JaxModel"
+            remedy = "" if self.stateful else "; for (loss, aux, state) give state= to JaxModel"
             raise ModelError(
-                f"the loss function returned {len(parts)} values: return {forms}{given}"
+                f"the loss function returned {len(parts)} values: return {forms}{remedy}"
             )
         return parts[0], parts[1] if len(parts) == 2 else None, None
 
     def _found(self, aux: Any, batch: Any) -> dict[str, Any]:
         """Return the metrics of a batch, narrow floating-point types widened."""
-        found = aux if isinstance(aux, Mapping) else {}
+        measured = aux if isinstance(aux, Mapping) else {}
         if self.metrics is not None:
-            found = {name: metric(aux, batch) for name, metric in self.metrics.items()}
-        for name, value in found.items():
+            measured = {name: metric(aux, batch) for name, metric in self.metrics.items()}
+        for name, value in measured.items():
             number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
             if not isinstance(name, str) or not number or jnp.ndim(value):
                 raise ModelError(
                     f"metric {name!r:.80} is {described(value)}: return a number by a string; "
                     "with metrics={} a loss may return any aux"
                 )
-        values = {name: jnp.asarray(value) for name, value in found.items()}
+        values = {name: jnp.asarray(value) for name, value in measured.items()}
         return {
             name: v.astype("float32") if v.dtype.itemsize < 4 and v.dtype.kind not in "bui" else v
             for name, v in values.items()

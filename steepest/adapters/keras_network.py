@@ -81,7 +81,7 @@ class KerasNetwork:
         """Return loss and gradients of a batch in training mode, and metrics if they are wanted."""
         # ModelError: the model writes to variables that servers train, or somebody has, or its loss depends on none.
         self.variables.check_next()
-        function, (loss, weight, samples, found, gradients) = self._run(True, metrics, batch)
+        function, (loss, weight, samples, measured, gradients) = self._run(True, metrics, batch)
         if function.new:
             function.new = False
             if written := self.variables.written():
@@ -96,12 +96,12 @@ class KerasNetwork:
         by_name = {
             name: as_torch(next(taken)) if has else None for name, has in function.present.items()
         }
-        return BatchResult(float(loss), float(weight), int(samples), *_plain(found), by_name)
+        return BatchResult(float(loss), float(weight), int(samples), *_plain(measured), by_name)
 
     def evaluate(self, batch: Any) -> BatchResult:
         """Return loss and metrics of a batch in inference mode."""
-        _, (loss, weight, samples, found, _) = self._run(False, True, batch)
-        return BatchResult(float(loss), float(weight), int(samples), *_plain(found), {})
+        _, (loss, weight, samples, measured, _) = self._run(False, True, batch)
+        return BatchResult(float(loss), float(weight), int(samples), *_plain(measured), {})
 
     def _run(self, training: bool, metrics: bool, batch: Any) -> tuple[_Function, Any]:
         batch = as_tensors(batch)
@@ -174,19 +174,19 @@ class _Function:
         for index, state in enumerate(variables.seeds):
             state.assign(tf.cast(seeds[index], state.dtype))
         if not self._training:
-            loss, weight, samples, found = self._forward(batch)
-            return loss, weight, samples, found, []
+            loss, weight, samples, measured = self._forward(batch)
+            return loss, weight, samples, measured, []
         names = variables.trained[::-1]
         values = [variables.parameters[name].value for name in names]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
-            loss, weight, samples, found = self._forward(batch)
+            loss, weight, samples, measured = self._forward(batch)
         gradients = tape.gradient(loss, values)
         self.present = {
             name: gradient is not None for name, gradient in zip(names, gradients, strict=True)
         }
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        return loss, weight, samples, found, dense
+        return loss, weight, samples, measured, dense
 
     def _forward(self, batch: Any) -> tuple[Any, Any, Any, Any]:
         """Return loss, weight, samples, and metrics with the weights of those that are means, of a batch."""
@@ -194,8 +194,8 @@ class _Function:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         if self._metrics:
             model.reset_metrics()  # to what they are of this batch alone
-        given = {"training": self._training} if model._call_has_training_arg else {}
-        output = model(x, **given)
+        mode = {"training": self._training} if model._call_has_training_arg else {}
+        output = model(x, **mode)
         loss = model._compute_loss(
             x=x, y=y, y_pred=output, sample_weight=sample_weight, training=self._training
         )
@@ -203,13 +203,13 @@ class _Function:
             raise ModelError(
                 f"the loss has shape {tuple(loss.shape)}: let it be the batch's mean, a number"
             )
-        found, weights = {}, {}
+        measured, weights = {}, {}
         if self._metrics:
-            found = dict(model.compute_metrics(x, y, output, sample_weight))
-            found.pop("loss", None)  # of a tracker of Keras' own loop
-            weights = {name: count for name, count in _counts(model).items() if name in found}
+            measured = dict(model.compute_metrics(x, y, output, sample_weight))
+            measured.pop("loss", None)  # of a tracker of Keras' own loop
+            weights = {name: count for name, count in _counts(model).items() if name in measured}
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
-        return loss, _weight(model, samples, output, sample_weight), samples, (found, weights)
+        return loss, _weight(model, samples, output, sample_weight), samples, (measured, weights)
 
 
 def _counts(model: Any) -> dict[str, Any]:
@@ -306,8 +306,8 @@ def as_tensors(batch: Any) -> Any:
     return None if batch is None else tf.convert_to_tensor(batch)
 
 
-def _plain(found: Any) -> tuple[dict[str, Any], dict[str, float]]:
+def _plain(measured: Any) -> tuple[dict[str, Any], dict[str, float]]:
     """Return metrics as NumPy values, and weights of some of them."""
-    metrics, weights = found
+    metrics, weights = measured
     plain = {name: np.asarray(value) for name, value in metrics.items()}
     return plain, {name: float(count) for name, count in weights.items()}

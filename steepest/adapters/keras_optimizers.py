@@ -139,14 +139,14 @@ def read_optimizer(
 def _learning_rate(optimizer: Any) -> tuple[float, Callable[[int], float] | None]:
     """Return an optimizer's first learning rate, and its schedule, if any."""
     # ConfigurationError: a function without arguments.
-    given = optimizer._learning_rate
-    if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
-        name = type(given).__name__
-        if type(given) is getattr(keras.optimizers.schedules, name, None) and name in SCHEDULES:
-            schedule = KerasSchedule(name, given.get_config())
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        name = type(rate).__name__
+        if type(rate) is getattr(keras.optimizers.schedules, name, None) and name in SCHEDULES:
+            schedule = KerasSchedule(name, rate.get_config())
             return schedule(0), schedule
-        return float(given(0)), _Own(given)
-    if callable(given) and not hasattr(given, "numpy"):
+        return float(rate(0)), _Own(rate)
+    if callable(rate) and not hasattr(rate, "numpy"):
         raise ConfigurationError(
             "the learning rate is a function without arguments, of which no process knows when it "
             "changes: give a LearningRateSchedule, or a function of the step as learning_rate="

@@ -28,8 +28,8 @@ class KerasRule(torch.optim.Optimizer):
 
     own: ClassVar[Group]  # hyperparameters of the class, `lr` among them, and their defaults
 
-    def __init__(self, params: Iterable[Any], **given: Any) -> None:
-        super().__init__(params, {**_COMMON, **self.own, **given})
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, {**_COMMON, **self.own, **settings})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

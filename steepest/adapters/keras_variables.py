@@ -16,8 +16,8 @@ from steepest.errors import ModelError
 
 def as_torch(value: Any) -> torch.Tensor:
     """Return a TensorFlow tensor or variable as a torch tensor over the same memory."""
-    found: torch.Tensor = torch.from_dlpack(tf.convert_to_tensor(value))  # type: ignore[attr-defined]
-    return found
+    tensor: torch.Tensor = torch.from_dlpack(tf.convert_to_tensor(value))  # type: ignore[attr-defined]
+    return tensor
 
 
 def as_tensorflow(tensor: torch.Tensor) -> Any:
@@ -115,26 +115,26 @@ def _named(root: str, layers: Iterable[Any], variables: Sequence[Any]) -> dict[s
     numbered = re.compile(rf"((?:.*_)?(?:{'|'.join(map(re.escape, kinds))}))(?:_\d+)?")
     taken: dict[tuple[str, ...], str] = {}
     counts: dict[tuple[str, ...], int] = {}
-    found: dict[str, Any] = {}
+    variables_by_name: dict[str, Any] = {}
     for variable in variables:
-        given = tuple(variable.path.split("/"))
-        given = given[1:] if given[0] == root and len(given) > 1 else given
+        path = tuple(variable.path.split("/"))
+        path = path[1:] if path[0] == root and len(path) > 1 else path
         parts: tuple[str, ...] = ()
-        for depth, part in enumerate(given, start=1):
-            if given[:depth] not in taken:
+        for depth, part in enumerate(path, start=1):
+            if path[:depth] not in taken:
                 match = numbered.fullmatch(part)
                 base = match[1] if match else part
                 place = (*parts, base)
                 number = counts.get(place, 0) if match else 0
                 counts[place] = number + 1
-                taken[given[:depth]] = f"{base}_{number}" if number else base
-            parts = (*parts, taken[given[:depth]])
+                taken[path[:depth]] = f"{base}_{number}" if number else base
+            parts = (*parts, taken[path[:depth]])
         name, again = "/".join(parts), 1
-        while name in found:  # Keras lets a layer have two weights of one name
+        while name in variables_by_name:  # Keras lets a layer have two weights of one name
             again += 1
             name = f"{'/'.join(parts)}#{again}"
-        found[name] = variable
-    return found
+        variables_by_name[name] = variable
+    return variables_by_name
 
 
 def _snake_case(name: str) -> str:

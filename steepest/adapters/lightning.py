@@ -307,13 +307,17 @@ def _configured(
 ) -> tuple[torch.optim.Optimizer, DetachedSchedule | None]:
     """Return the optimizer that `configure_optimizers` makes, and its schedule, if any."""
     # ConfigurationError: anything else.
-    found = module.configure_optimizers()
-    optimizers: Any = found
+    configured = module.configure_optimizers()
+    optimizers: Any = configured
     schedules: Any = []
-    if isinstance(found, Mapping):
-        optimizers, schedules = found.get("optimizer"), found.get("lr_scheduler", [])
-    elif isinstance(found, (list, tuple)) and len(found) == 2 and isinstance(found[0], list):
-        optimizers, schedules = found
+    if isinstance(configured, Mapping):
+        optimizers, schedules = configured.get("optimizer"), configured.get("lr_scheduler", [])
+    elif (
+        isinstance(configured, (list, tuple))
+        and len(configured) == 2
+        and isinstance(configured[0], list)
+    ):
+        optimizers, schedules = configured
     one = optimizers[0] if isinstance(optimizers, (list, tuple)) and optimizers else optimizers
     several = isinstance(optimizers, (list, tuple)) and len(optimizers) > 1
     if several or not isinstance(one, torch.optim.Optimizer):

@@ -51,8 +51,8 @@ class Flow:
             return 0 if isinstance(variable, Literal) else known.get(variable, 0)
 
         for equation in closed.jaxpr.eqns:
-            found = self._through(equation, [bits(v) for v in equation.invars])
-            known.update(zip(equation.outvars, found, strict=True))
+            outputs = self._through(equation, [bits(v) for v in equation.invars])
+            known.update(zip(equation.outvars, outputs, strict=True))
         return [bits(variable) for variable in closed.jaxpr.outvars]
 
     def _through(self, equation: Any, inputs: list[int]) -> list[int]:
@@ -80,10 +80,10 @@ class Flow:
 
 
 def _union(sets: Sequence[int]) -> int:
-    found = 0
+    union = 0
     for each in sets:
-        found |= each
-    return found
+        union |= each
+    return union
 
 
 def is_elementwise(transformation: Any, params: Any, names: Sequence[str]) -> bool:
@@ -117,8 +117,8 @@ def _checked_flow(transformation: Any, params: Any, names: Sequence[str]) -> Flo
     held = Flow().follow(init, leaves)
     while True:
         flow = Flow()
-        found = flow.follow(update, [*leaves, *held, *leaves])
-        updates, after = found[: len(names)], found[len(names) :]
+        flows = flow.follow(update, [*leaves, *held, *leaves])
+        updates, after = flows[: len(names)], flows[len(names) :]
         merged = [old | new for old, new in zip(held, after, strict=True)]
         for own, needs, name in zip(leaves, updates, names, strict=True):
             if needs & ~own:

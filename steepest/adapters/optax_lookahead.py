@@ -33,11 +33,11 @@ class Synced:
         from optax import LookaheadParams
 
         both = LookaheadParams(params, state.slow)
-        found, inner = self._transformation.update(updates, state.inner, both)
+        new, inner = self._transformation.update(updates, state.inner, both)
         slow = jax.tree.map(
-            lambda value, update: (value + update).astype(value.dtype), state.slow, found.slow
+            lambda value, update: (value + update).astype(value.dtype), state.slow, new.slow
         )
-        return found.fast, SyncedState(slow, inner)
+        return new.fast, SyncedState(slow, inner)
 
 
 def looks_ahead(transformation: Any, params: Any) -> bool:

@@ -55,8 +55,8 @@ class OptaxRule:
     def form(self, name: str, value: Any) -> Form:
         """Return the keys, structure and shapes of a parameter's slice."""
         # `value`: anything of its shape and JAX's dtype.
-        about = name, value.shape, str(value.dtype)
-        if about not in self._forms:
+        form_key = name, value.shape, str(value.dtype)
+        if form_key not in self._forms:
             abstract = self.tree({name: jax.ShapeDtypeStruct(value.shape, value.dtype)})
             state = jax.eval_shape(self.transformation.init, abstract)
             leaves, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -64,8 +64,8 @@ class OptaxRule:
             keys = [path_name(path, ".") for path, _ in leaves]
             short = [key.removesuffix(own).rstrip(".") or key for key in keys]
             keys = [key.replace("/", ".") for key in (short if _distinct(short) else keys)]
-            self._forms[about] = keys, structure, [leaf.shape for _, leaf in leaves]
-        return self._forms[about]
+            self._forms[form_key] = keys, structure, [leaf.shape for _, leaf in leaves]
+        return self._forms[form_key]
 
     def begin(self, names: tuple[str, ...], values: list[Any]) -> list[list[Any]]:
         """Return the first state of some slices, as lists of arrays."""
@@ -152,11 +152,11 @@ class OptaxOptimizer(torch.optim.Optimizer):
     def describe(defaults: Mapping[str, Any]) -> str:
         """Return a name of the optimizer made with these arguments: optax's, and its state's keys."""
         rule: OptaxRule = defaults["rule"]
-        found: dict[str, None] = {}
+        parts: dict[str, None] = {}
         for name in jax.tree.leaves(rule.skeleton):
             keys, _, _ = rule.form(name, jax.ShapeDtypeStruct((1,), "float32"))
-            found |= dict.fromkeys(keys)
-        return f"optax({', '.join(found)})"
+            parts |= dict.fromkeys(keys)
+        return f"optax({', '.join(parts)})"
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -190,9 +190,9 @@ class OptaxOptimizer(torch.optim.Optimizer):
         ]
         gradients = [to_numpy(tensor.grad) for tensor in tensors if tensor.grad is not None]
         scale = (np.float64 if self._rule.x64 else np.float32)(factor)
-        found, states = self._rule.advance(names, values, gradients, states, scale)
+        new_values, states = self._rule.advance(names, values, gradients, states, scale)
         for i, (tensor, state, (keys, _, _)) in enumerate(zip(tensors, states, forms, strict=True)):
-            np.copyto(values[i], np.asarray(found[i]))
+            np.copyto(values[i], np.asarray(new_values[i]))
             self.state[tensor] = _TensorState(dict(zip(keys, state, strict=True)))
 
     def _form(self, name: str, tensor: torch.Tensor, value: Any) -> Form:

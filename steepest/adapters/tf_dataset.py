@@ -87,8 +87,8 @@ class TensorFlowDataset:
             if at != number:
                 rest = self._dataset.skip(begin) if begin else self._dataset
                 blocks = iter(rest.batch(self._read_size))
-            found = next(blocks, None)
-            leaves = [leaf.numpy() for leaf in tf.nest.flatten(found)] if found is not None else []
+            block = next(blocks, None)
+            leaves = [leaf.numpy() for leaf in tf.nest.flatten(block)] if block is not None else []
             assert self.size is not None
             wanted = min(self._read_size, self.size - begin)
             if not leaves or len(leaves[0]) < wanted:

@@ -125,10 +125,10 @@ class DrawnSource:
                 sampler.set_epoch(epoch)
             return iter(sampler)
 
-        def wrong(found: str) -> str:
+        def wrong(what: str) -> str:
             return (
                 f"the DataLoader's sampler ({type(sampler).__name__}) says that it has {self.size} draws in an epoch, "
-                f"and has {found} in epoch {epoch}: let it draw as many in each, or count all epochs as one"
+                f"and has {what} in epoch {epoch}: let it draw as many in each, or count all epochs as one"
             )
 
         return DataPass(begin, seed, self.size, wrong, ahead=_AT_A_TIME, keeps=_AT_A_TIME)

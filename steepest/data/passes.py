@@ -77,10 +77,10 @@ class DataPass:
             until = min(until, self._size)
         while count < until and not self.ended:
             wanted = min(until - count, max(self._ahead, _AT_ONCE))
-            found = list(islice(self._items, wanted))
-            self._kept += found
-            count += len(found)
-            self.ended = len(found) < wanted
+            items = list(islice(self._items, wanted))
+            self._kept += items
+            count += len(items)
+            self.ended = len(items) < wanted
             unused = min(len(self._kept) - self.keeps, begin - self._first)
             if unused > self._ahead:
                 del self._kept[:unused]

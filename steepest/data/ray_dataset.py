@@ -56,13 +56,13 @@ class RayDataset:
             )
         self._columns = None if columns is None else tuple(columns)
         bundles = list(dataset.iter_internal_ref_bundles())
-        found = [
-            (ref, about.num_rows)
+        blocks_here = [
+            (ref, block.num_rows)
             for b in bundles
-            for ref, about in zip(b.block_refs, b.metadata, strict=True)
+            for ref, block in zip(b.block_refs, b.metadata, strict=True)
         ]
-        self._refs = tuple(ref for ref, rows in found if rows)
-        self.blocks: Blocks = tuple(rows for _, rows in found if rows)
+        self._refs = tuple(ref for ref, rows in blocks_here if rows)
+        self.blocks: Blocks = tuple(rows for _, rows in blocks_here if rows)
         self._borders = np.cumsum((0, *self.blocks))
         self.size: int | None = int(self._borders[-1])
         if not self.size:

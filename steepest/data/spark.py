@@ -58,11 +58,11 @@ class ParquetRows:
         rows: list[int] = []
         for name in self._directory.file_names():
             try:
-                found = self._check_file(name)
+                counts = self._check_file(name)
             except OSError as error:
                 raise ConfigurationError(f"cannot read {name}: {error}") from error
-            self._groups += [(name, group) for group, count in enumerate(found) if count]
-            rows += [count for count in found if count]
+            self._groups += [(name, group) for group, count in enumerate(counts) if count]
+            rows += [count for count in counts if count]
         if not rows:
             raise ConfigurationError(
                 f"{self._directory}: the files have no rows: give at least one"
@@ -92,14 +92,14 @@ class ParquetRows:
         # ConfigurationError: a column is missing, or no numbers, or nothing in a row.
 
         def check(file: Any) -> list[int]:
-            schema, about = file.schema_arrow, file.metadata
+            schema, metadata = file.schema_arrow, file.metadata
             for column in self._columns:
                 if column not in schema.names:
                     raise ConfigurationError(
                         f"{name} has no column {column!r}: there are {', '.join(schema.names[:20])}"
                     )
                 _check_type(column, str(schema.field(column).type))
-            groups = [about.row_group(number) for number in range(about.num_row_groups)]
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             for group in groups:
                 for number in range(group.num_columns):
                     chunk = group.column(number)
@@ -225,10 +225,10 @@ class _Directory:
 
     # ConfigurationError: a URL of another kind, see `place_of`.
 
-    def __init__(self, given: str | Path) -> None:
-        self._given = str(given)
+    def __init__(self, path: str | Path) -> None:
+        self._given = str(path)
         hdfs = re.match(r"(hdfs|viewfs)://", self._given) is not None
-        self._place: StoragePlace | None = None if hdfs else place_of(given)
+        self._place: StoragePlace | None = None if hdfs else place_of(path)
 
     def __str__(self) -> str:
         return self._given if self._place is None else str(self._place)
@@ -236,8 +236,8 @@ class _Directory:
     def exists(self) -> bool:
         """Return whether it is there; ConfigurationError: it cannot be looked for."""
         system, path = self._open()
-        found = self._listed(lambda: system.get_file_info(path))
-        return bool(found.type.name != "NotFound")
+        entry = self._listed(lambda: system.get_file_info(path))
+        return bool(entry.type.name != "NotFound")
 
     def file_names(self) -> list[str]:
         """Return its Parquet files' paths in the order of names; ConfigurationError: none, or they cannot be listed."""
@@ -245,8 +245,8 @@ class _Directory:
         from pyarrow import fs
 
         selector = fs.FileSelector(path, allow_not_found=True)
-        found = self._listed(lambda: system.get_file_info(selector))
-        names = sorted(f.path for f in found if re.fullmatch(r"[^._].*\.parquet", f.base_name))
+        entries = self._listed(lambda: system.get_file_info(selector))
+        names = sorted(f.path for f in entries if re.fullmatch(r"[^._].*\.parquet", f.base_name))
         if not names:
             raise ConfigurationError(
                 f"{self} has no Parquet files that this machine can see: give a directory that all "

@@ -42,12 +42,12 @@ _listeners = threading.local()
 class CallListener(Protocol):
     """What is told of the calls that a function which trains makes of this module."""
 
-    def calls(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def calls(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take note that a function is about to be called; return the arguments without names that it is to get."""
         ...
 
     def called(
-        self, name: str, given: tuple[Any, ...], named: dict[str, Any], returned: Any
+        self, name: str, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
     ) -> Any:
         """Take note of a call that has returned; return what it is to return."""
         ...
@@ -81,11 +81,11 @@ def is_worker() -> bool:
 
 def _told(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
-    def call(*given: _P.args, **named: _P.kwargs) -> _R:
+    def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
         listener: CallListener | None = getattr(_listeners, "one", None)
         if listener is None:
-            return function(*given, **named)
-        listened: Any = listener.calls(function.__name__, given)
+            return function(*arguments, **named)
+        listened: Any = listener.calls(function.__name__, arguments)
         returned: _R = listener.called(
             function.__name__, listened, named, function(*listened, **named)
         )

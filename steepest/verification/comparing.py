@@ -114,7 +114,7 @@ def whole_and_parts(
             continue
         limit = tolerance(precision, step)
         each_once = _and(each_once, _same_samples(one[step], own))
-        found = (
+        difference = (
             _settings(one[step], own)
             or _losses(one[step], own, limit, distances)
             or (_gradients(one[step], own, limit) if gradients else None)
@@ -123,8 +123,8 @@ def whole_and_parts(
             or _gathered(one[step], own, max(_OF_REPORTS, 10 * limit))
         )
         buffers = buffers or _buffers(one[step], own, 10 * limit)
-        if found is not None:
-            return Comparison(found, each_once=each_once)
+        if difference is not None:
+            return Comparison(difference, each_once=each_once)
     if different is not None:
         return Comparison(different, each_once=each_once)
     limit = max(_OF_REPORTS, _ROUNDING[precision])
@@ -158,8 +158,8 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
     rows = other.missing_reports()
     pairs = enumerate(zip(base.reports, other.reports, strict=False))
     missing = [n for n, (a, b) in pairs if n in rows and _reports([a], [b], 0.0, left_out)]
-    found = [base.reports[n] if n in missing else row for n, row in enumerate(other.reports)]
-    first = _reports(base.reports, found, 0.0, left_out) or tables_apart(base, other, 0.0)
+    reports = [base.reports[n] if n in missing else row for n, row in enumerate(other.reports)]
+    first = _reports(base.reports, reports, 0.0, left_out) or tables_apart(base, other, 0.0)
     row = missing[0] if missing else None
     return Comparison(first, first is None, distances, True, buffers, row)
 
@@ -203,8 +203,8 @@ def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | 
 
 def _same_results(own: StepRecord, its: StepRecord, worker: int) -> Difference | None:
     for what in ("weights", "optimizer_state"):
-        if (found := _same_tensors(own, its, worker, what)) is not None:
-            return found
+        if (difference := _same_tensors(own, its, worker, what)) is not None:
+            return difference
     for here, there in itertools.zip_longest(own.gathered, its.gathered):
         if here is None or there is None or here.digest != there.digest:
             return Difference(own.step, "gathered", (here or there).line, worker=worker)
@@ -278,10 +278,10 @@ def weights_of(own: Sequence[StepRecord]) -> Values:
         said = own[0].weight is not None and own[0].batches > 1
         alike = not said and np.allclose(by_loss, by_loss[:, :1])
         return by_loss[:, 0] if alike else np.full(len(own), 1 / len(own))
-    found = np.array([len(record.samples) or record.batches for record in own], float)
-    if not found.sum():
-        found = np.ones(len(own))
-    shares: Values = found / found.sum()
+    counts = np.array([len(record.samples) or record.batches for record in own], float)
+    if not counts.sum():
+        counts = np.ones(len(own))
+    shares: Values = counts / counts.sum()
     return shares
 
 
@@ -342,8 +342,8 @@ def gradients_of(one: StepRecord, own: Sequence[StepRecord]) -> tuple[Values, Va
 
     def row(record: StepRecord) -> Values:
         nothing = {name: np.zeros(sizes[name]) for name in names}
-        found = [record.gradients[n].values if n in record.gradients else nothing[n] for n in names]
-        return np.concatenate(found) if found else np.zeros(0)
+        rows = [record.gradients[n].values if n in record.gradients else nothing[n] for n in names]
+        return np.concatenate(rows) if rows else np.zeros(0)
 
     return row(one), np.array([row(record) for record in own])
 
@@ -553,13 +553,13 @@ def noisy_reports(one: Run, again: Run) -> set[str]:
 
 def noisy_variables(one: Run, again: Run, until: float = math.inf) -> set[str]:
     """Return the names of variables that two runs do not have in common, in steps before one in which they part."""
-    found = set()
+    noisy = set()
     for worker in one.workers:
         first, second = one.steps_of(worker), again.steps_of(worker)
         for step in (each for each in first.keys() & second.keys() if each < until):
             own, its = first[step].variables, second[step].variables
-            found |= {n for n, v in own.items() if n in its and its[n].digest != v.digest}
-    return found
+            noisy |= {n for n, v in own.items() if n in its and its[n].digest != v.digest}
+    return noisy
 
 
 def _same_samples(one: StepRecord, own: Sequence[StepRecord]) -> bool | None:

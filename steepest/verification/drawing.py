@@ -100,9 +100,9 @@ def put_aside(draws: Draws, *, drops: bool = False) -> Iterator[None]:
         yield
 
 
-def _put(whole: contextlib.ExitStack, where: Any, name: str, found: Any) -> None:
+def _put(whole: contextlib.ExitStack, where: Any, name: str, value: Any) -> None:
     whole.callback(setattr, where, name, getattr(where, name))
-    setattr(where, name, found)
+    setattr(where, name, value)
 
 
 def _dropping(name: str, draws: Draws) -> Callable[..., Any]:
@@ -114,8 +114,8 @@ def _dropping(name: str, draws: Draws) -> Callable[..., Any]:
     ) -> torch.Tensor:
         several = draws.generators(tuple(input.shape)) if training and p > 0 else None
         if several is None:
-            found: torch.Tensor = original(input, p, training, inplace)
-            return found
+            result: torch.Tensor = original(input, p, training, inplace)
+            return result
         kept, before = [], states()
         try:
             for row, generator in zip(torch.split(input, 1), several, strict=True):
@@ -165,8 +165,8 @@ def _by_running_statistics(batch_norm: Callable[..., Any]) -> Callable[..., Any]
 def _shaped(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
     bounds = 2 if original.__name__ == "randint" else 0
 
-    def call(*given: Any, **named: Any) -> Any:
-        own, size = list(given), named.get("size")
+    def call(*arguments: Any, **named: Any) -> Any:
+        own, size = list(arguments), named.get("size")
         low_high: list[Any] = []
         if bounds:
             tensors = [
@@ -177,10 +177,10 @@ def _shaped(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
         elif size is None and own:
             size = own[0] if isinstance(own[0], tuple | list | torch.Size) else own
         if size is None or named.get("generator") is not None or named.get("out") is not None:
-            return original(*given, **named)
+            return original(*arguments, **named)
         several = draws.generators(tuple(size))
         if several is None:
-            return original(*given, **named)
+            return original(*arguments, **named)
         rest = {
             name: value
             for name, value in named.items()
@@ -205,15 +205,15 @@ def _like(original: Callable[..., Any], shaped: Callable[..., Any]) -> Callable[
 
 
 def _of_first(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
-    def call(input: torch.Tensor, *given: Any, **named: Any) -> Any:
+    def call(input: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         several = None
         if not {"generator", "out"} & named.keys():
             several = draws.generators(tuple(input.shape))
         if several is None:
-            return original(input, *given, **named)
+            return original(input, *arguments, **named)
         return torch.stack(
             [
-                original(row, *given, generator=g, **named)
+                original(row, *arguments, generator=g, **named)
                 for row, g in zip(input, several, strict=True)
             ]
         )
@@ -222,8 +222,8 @@ def _of_first(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
 
 
 def _normal(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
-    def call(mean: Any = 0.0, std: Any = 1.0, *given: Any, **named: Any) -> Any:
-        shape = tuple(named.get("size", ())) or tuple(given[0] if given else ())
+    def call(mean: Any = 0.0, std: Any = 1.0, *arguments: Any, **named: Any) -> Any:
+        shape = tuple(named.get("size", ())) or tuple(arguments[0] if arguments else ())
         for each in (mean, std):
             if isinstance(each, torch.Tensor):
                 shape = (
@@ -231,7 +231,7 @@ def _normal(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
                 )
         several = None if {"generator", "out"} & named.keys() else draws.generators(shape)
         if several is None:
-            return original(mean, std, *given, **named)
+            return original(mean, std, *arguments, **named)
         noise = torch.stack([torch.empty(shape[1:]).normal_(generator=each) for each in several])
         return mean + std * noise
 
@@ -239,14 +239,14 @@ def _normal(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
 
 
 def _in_place(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
-    def call(self: torch.Tensor, *given: Any, **named: Any) -> Any:
+    def call(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         several = (
             None if named.get("generator") is not None else draws.generators(tuple(self.shape))
         )
-        if several is None or any(isinstance(each, torch.Tensor) for each in given):
-            return original(self, *given, **named)
+        if several is None or any(isinstance(each, torch.Tensor) for each in arguments):
+            return original(self, *arguments, **named)
         for row, generator in zip(self, several, strict=True):
-            original(row, *given, **{**named, "generator": generator})
+            original(row, *arguments, **{**named, "generator": generator})
         return self
 
     return call
@@ -255,12 +255,12 @@ def _in_place(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
 def _seeding_samples(original: Callable[..., None]) -> Callable[..., None]:
     """Have the data sets of loaders draw by the number of the sample."""
 
-    def begin(self: Any, dataset: Any, *given: Any, **named: Any) -> None:
+    def begin(self: Any, dataset: Any, *arguments: Any, **named: Any) -> None:
         kind = type(dataset)
         if hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset | list | tuple):
             with contextlib.suppress(TypeError):  # a class whose objects stay of it
                 object.__setattr__(dataset, "__class__", _drawing_by_number(kind))
-        original(self, dataset, *given, **named)
+        original(self, dataset, *arguments, **named)
 
     return begin
 

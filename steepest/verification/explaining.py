@@ -29,22 +29,22 @@ def expected_causes(facts: Facts | None, runs: Sequence[Run]) -> list[str]:
     """Return why the batch's result is no mean over its samples, where that is as it is meant to be."""
     if facts is None:
         return []
-    found = []
+    causes = []
     if facts.norms:
-        found.append(
+        causes.append(
             f"BatchNorm ({_some(facts.norms)}) normalizes the part of the batch that its worker has, as "
             f"DistributedDataParallel's "
             "does; where that is too few samples, take GroupNorm or LayerNorm"
         )
     drew = any(step.drew for run in runs for life in run.lives for step in life.steps)
     if facts.dropouts and drew:
-        found.append(f"dropout ({_some(facts.dropouts)}) draws other numbers in each worker")
+        causes.append(f"dropout ({_some(facts.dropouts)}) draws other numbers in each worker")
     elif drew:
-        found.append("the loop draws random numbers, other ones in each worker")
-    return found
+        causes.append("the loop draws random numbers, other ones in each worker")
+    return causes
 
 
-def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
+def of_parts(difference: Difference, whole: Run, parts: Run) -> list[str]:
     """Return why a divided batch's step differs from the whole one's, the likeliest cause first."""
     workers = len(parts.workers)
     explain = {
@@ -53,12 +53,14 @@ def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
         "reports": _reports,
         "gathered": _gathered,
         "rows": _rows,
-    }.get(found.what)
+    }.get(difference.what)
     if explain is not None:
-        return explain(found, whole, parts, workers)
-    one = whole.in_order(0).get(found.step)
+        return explain(difference, whole, parts, workers)
+    one = whole.in_order(0).get(difference.step)
     own = [
-        record for w in parts.workers if (record := parts.in_order(w).get(found.step)) is not None
+        record
+        for w in parts.workers
+        if (record := parts.in_order(w).get(difference.step)) is not None
     ]
     if one is None or not own:
         return []
@@ -66,44 +68,44 @@ def of_parts(found: Difference, whole: Run, parts: Run) -> list[str]:
         return [unprepared]
     if same := _all_alike(own):
         return [same]
-    told = warnings_of(parts)
+    warned = warnings_of(parts)
     if _samples_differ(one, own) and (own_draws := _own_draws(parts)):
         return [own_draws]
-    if any("reduction='sum'" in text for text in told):
-        return told
-    if factor := _factor(found.ratio, workers):
-        return [*told, _of_factor(factor, workers, parts)]
-    if found.what in ("weights", "optimizer_state"):
+    if any("reduction='sum'" in text for text in warned):
+        return warned
+    if factor := _factor(difference.ratio, workers):
+        return [*warned, _of_factor(factor, workers, parts)]
+    if difference.what in ("weights", "optimizer_state"):
         return [
-            *told,
+            *warned,
             "the workers' mean gradient is that of the whole batch, and the rates are the same, but the update is "
             "another one: "
             "weights are written, or gradients changed, elsewhere than by optimizer.step()",
         ]
-    if any("steepest.clip_grad_norm_" in text for text in told):
-        return told
+    if any("steepest.clip_grad_norm_" in text for text in warned):
+        return warned
     if any(record.edited for record in own):
-        told.append(
+        warned.append(
             "each worker changes its own gradient between backward() and step(): what is done to it (clipping, "
             "normalizing, noise) "
             f"is to be done to the mean of all ({own[0].line}); steepest.clip_grad_norm_ clips that"
         )
-        return told
+        return warned
     if _samples_differ(one, own):
-        told.append(
+        warned.append(
             "the workers have other samples in this step than one process has: the order of the data depends on "
             "the number of "
             "workers or on what a worker finds; let a sampler draw by the epoch's number, and leave dealing out "
             "to steepest"
         )
-        return told
-    told.extend(_of_mean(one, own))
-    return told
+        return warned
+    warned.extend(_of_mean(one, own))
+    return warned
 
 
 def of_decisions(run: Run, sources: dict[str, str]) -> list[str]:
     """Return by which variables a script decides that workers have otherwise: each decides by its own then."""
-    found: dict[str, str] = {}
+    decisions: dict[str, str] = {}
     workers = run.workers
     for step in sorted(run.steps_of(workers[0])) if len(workers) > 1 else ():
         records = [own[step] for w in workers if step in (own := run.steps_of(w))]
@@ -117,19 +119,19 @@ def of_decisions(run: Run, sources: dict[str, str]) -> list[str]:
                 continue
             each = ", ".join(f"{v.shown:.14} on worker {w}" for w, v in enumerate(values))
             if values[0].kind == "scheduler":
-                found[name] = (
+                decisions[name] = (
                     f"the {values[0].type_name} given to prepare() has {each} behind step {step - 1}: it is stepped by "
                     "what one worker finds; step it by what all have found, steepest.gather(...)"
                 )
                 continue
             scope, variable = name.split(":", 1)
             file = records[0].lines.get(scope, "").rsplit(":", 1)[0]
-            if (line := _decided(sources.get(file, ""), variable)) and variable not in found:
-                found[variable] = (
+            if (line := _decided(sources.get(file, ""), variable)) and variable not in decisions:
+                decisions[variable] = (
                     f"{file}:{line} decides by `{variable}`, which is {each} behind step {step - 1}: "
                     "decide by what all have found, steepest.gather(...), and all do the same"
                 )
-    return [*found.values()][:3]
+    return [*decisions.values()][:3]
 
 
 @lru_cache(maxsize=256)
@@ -165,12 +167,12 @@ def _own_draws(run: Run) -> str:
 
 def of_lengths(run: Run) -> list[str]:
     """Return where the script asks for the length of its loader before `prepare`, which is that of one worker alone."""
-    found = {line: length for length, line, _ in run.notes("length")}
+    lengths = {line: length for length, line, _ in run.notes("length")}
     return [
         f"len(loader) at {line}, before prepare(), is {length}, the batches of one worker alone; an epoch of "
         f"{len(run.workers)} workers has about 1/{len(run.workers)} of them: a schedule made of it is too long; call "
         "it behind prepare()"
-        for line, length in found.items()
+        for line, length in lengths.items()
         if len(run.workers) > 1
     ]
 
@@ -245,10 +247,10 @@ def _of_mean(one: StepRecord, own: Sequence[StepRecord]) -> Iterator[str]:
         and abs(shares.sum() - 1) < _CLOSE
         and np.abs(shares - by_samples).max() > 1e-3
     ):
-        told = ", ".join(f"{each:.3f}" for each in shares)
+        shown = ", ".join(f"{each:.3f}" for each in shares)
         plain = ", ".join(f"{each:.3f}" for each in by_samples)
         yield (
-            f"one process's gradient is the mean of the workers' with the weights {told}, and not {plain}: the "
+            f"one process's gradient is the mean of the workers' with the weights {shown}, and not {plain}: the "
             f"loss is a mean over "
             "something other than samples (tokens, a mask, class weights): say what a batch weighs, "
             "steepest.weight(tokens)"
@@ -284,11 +286,11 @@ def _samples_differ(one: StepRecord, own: Sequence[StepRecord]) -> bool:
     return sorted(one.samples) != sorted(several)
 
 
-def _settings(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
-    name = found.name.rsplit("@", 1)[0]
-    if decided := _decided_by_one(found, parts.in_order, parts.workers):
+def _settings(difference: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    name = difference.name.rsplit("@", 1)[0]
+    if decided := _decided_by_one(difference, parts.in_order, parts.workers):
         return [decided]
-    if factor := _factor(found.ratio, workers):
+    if factor := _factor(difference.ratio, workers):
         lines = sorted({line for _, line, _ in parts.notes("size")})
         where = f" at {', '.join(lines)}" if lines else ""
         times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
@@ -303,11 +305,11 @@ def _settings(found: Difference, whole: Run, parts: Run, workers: int) -> list[s
 
 
 def _decided_by_one(
-    found: Difference, steps_of: Callable[[int], dict[int, StepRecord]], workers: Sequence[int]
+    difference: Difference, steps_of: Callable[[int], dict[int, StepRecord]], workers: Sequence[int]
 ) -> str:
     """Return what there is to say of a setting that workers have otherwise; "" where all have the same."""
-    name, at = found.name.rsplit("@", 1)
-    steps = {worker: steps_of(worker).get(found.step) for worker in workers}
+    name, at = difference.name.rsplit("@", 1)
+    steps = {worker: steps_of(worker).get(difference.step) for worker in workers}
     values = {
         worker: step.settings[int(at)].get(name)
         for worker, step in steps.items()
@@ -322,7 +324,7 @@ def _decided_by_one(
     )
 
 
-def _lengths(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+def _lengths(difference: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
     lengths = [parts.length_of(w) for w in parts.workers]
     if len(set(lengths)) > 1:
         return [
@@ -337,69 +339,69 @@ def _lengths(found: Difference, whole: Run, parts: Run, workers: int) -> list[st
     ]
 
 
-def _reports(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
-    if not found.name:
+def _reports(difference: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    if not difference.name:
         return ["workers report another number of times"]
-    if factor := _factor(found.ratio, workers):
+    if factor := _factor(difference.ratio, workers):
         what = f"1/{workers} of" if factor < 1 else f"{factor:.3g} times"
         return [
-            f"report({found.name}=) has {what} what one process reports: the driver has the mean over the "
+            f"report({difference.name}=) has {what} what one process reports: the driver has the mean over the "
             f"workers, and this is a sum "
-            f"or a count over a worker's own samples; report a mean, or the sum of steepest.gather({found.name})"
+            f"or a count over a worker's own samples; report a mean, or the sum of steepest.gather({difference.name})"
         ]
     return [
-        f"report({found.name}=) is the mean over the workers of what each finds on its own samples, and this "
+        f"report({difference.name}=) is the mean over the workers of what each finds on its own samples, and this "
         f"value is no mean over samples "
         "(a median, a maximum, an AUC, the last batch alone, what is counted since another moment): compute it of "
         "steepest.gather(...), and report that"
     ]
 
 
-def _gathered(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
-    if found.here:
+def _gathered(difference: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+    if difference.here:
+        here, there = (each.replace(" calls", "") for each in (difference.here, difference.there))
         return [
-            f"steepest.gather({found.name}) is called {found.here.replace(' calls', '')} times in the step by one "
-            f"process, and {found.there.replace(' calls', '')} times by worker {found.worker}: call it equally often, "
-            "whatever a worker finds"
+            f"steepest.gather({difference.name}) is called {here} times in the step by one process, and {there} times "
+            f"by worker {difference.worker}: call it equally often, whatever a worker finds"
         ]
     return [
-        f"what steepest.gather(...) returns ({found.name}) has as many numbers, and other ones: what each worker "
+        f"what steepest.gather(...) returns ({difference.name}) has as many numbers, and other ones: what each worker "
         "gives depends on the other samples of its batch, on its number, or on what it has drawn"
     ]
 
 
-def _rows(found: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
+def _rows(difference: Difference, whole: Run, parts: Run, workers: int) -> list[str]:
     return [
         "all losses and dense weights are equal: rows with a rate, a filter or a lifetime of their own that counts "
         "batches of workers, or which no batch of these steps has read again"
     ]
 
 
-def of_buffers(found: Difference, parts: Run) -> str:
+def of_buffers(difference: Difference, parts: Run) -> str:
     """Return what there is to say of a buffer that is another one, where all else is equal."""
     return (
-        f"the buffer {found.name} is made of each worker's own part of the batch (from step {found.step}): result."
-        "state_dict has the mean of running statistics, and worker 0's of others; steepest.prepare(..., buffers="
-        f'{{"{found.name.split(".", 1)[-1]}": "mean"}}) says what stands for all'
+        f"the buffer {difference.name} is made of each worker's own part of the batch (from step {difference.step}): "
+        "result.state_dict has the mean of running statistics, and worker 0's of others; steepest.prepare(..., buffers="
+        f'{{"{difference.name.split(".", 1)[-1]}": "mean"}}) says what stands for all'
     )
 
 
-def of_buffers_of_successor(found: Difference) -> str:
+def of_buffers_of_successor(difference: Difference) -> str:
     """Return what there is to say of a buffer that a successor has otherwise."""
     return (
-        f"the buffer {found.name.split('.', 1)[-1]}, which forward passes change, is each worker's own: a successor "
-        "begins with that of the others"
+        f"the buffer {difference.name.split('.', 1)[-1]}, which forward passes change, is each worker's own: a "
+        "successor begins with that of the others"
     )
 
 
 def warnings_of(run: Run) -> list[str]:
     """Return what the library has warned of in workers, which says itself what to do."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for text, line, _ in run.notes("warned"):
         if "steepest" in text:  # each worker says it
             said = re.sub(r"^worker \d+: ", "", text.split("\n")[0])
-            found.setdefault(said[:400], line)
-    return [f"{line}: {text}" for text, line in found.items()]
+            lines.setdefault(said[:400], line)
+    return [f"{line}: {text}" for text, line in lines.items()]
 
 
 #: Why a job with a model creator may differ after a death.
@@ -410,9 +412,9 @@ STATE_OF_MODEL = (
 )
 
 
-def of_job(found: Difference, workers: int) -> list[str]:
+def of_job(difference: Difference, workers: int) -> list[str]:
     """Return why a job with a model creator differs on several workers from one."""
-    if factor := _factor(found.ratio, workers):
+    if factor := _factor(difference.ratio, workers):
         return [
             f"it is {factor:.3g} times that of one process: the loss adds up the samples of its batch, or is "
             f"multiplied or divided by "
@@ -437,7 +439,7 @@ def changed_variables(
         Name, step, the value there, the value in the successor, and where the function was; those first that
         differed first.
     """
-    found = {}
+    variables = {}
     first = {life.worker: life.begun for life in reversed(other.lives)}
     for life in other.lives:
         undisturbed = base.steps_of(life.worker)
@@ -458,12 +460,12 @@ def changed_variables(
                 before = own.variables.get(name)
                 if (
                     name in noisy
-                    or name in found
+                    or name in variables
                     or before is None
                     or before.digest == value.digest
                 ):
                     continue
-                found[name] = (
+                variables[name] = (
                     name,
                     step.step,
                     before,
@@ -471,7 +473,7 @@ def changed_variables(
                     step.lines.get(name.split(":")[0], step.line),
                 )
     order = {"number": 0, "state": 1, "generator": 2, "values": 3}
-    return sorted(found.values(), key=lambda each: (each[1], order[each[2].kind]))
+    return sorted(variables.values(), key=lambda each: (each[1], order[each[2].kind]))
 
 
 def _changed(
@@ -505,7 +507,7 @@ def of_counters(
 
 
 def of_death(
-    found: Difference | None,
+    difference: Difference | None,
     base: Run,
     other: Run,
     since: int,
@@ -514,36 +516,36 @@ def of_death(
 ) -> list[str]:
     """Return why a run in which a worker died, or which was stopped, differs from an undisturbed one."""
     changed = _changed(base, other, since, noisy, sources)
-    if found is not None and found.step:  # what differs later is of it
-        changed = [each for each in changed if each[1] <= found.step]
+    if difference is not None and difference.step:  # what differs later is of it
+        changed = [each for each in changed if each[1] <= difference.step]
     at_once = [each for each in changed if each[1] == changed[0][1]]
-    told = [*dict.fromkeys(_of_variable(*each, sources=sources) for each in at_once)][:3]
-    if found is None:
-        return told
-    if told:
-        return told
-    if found.what == "settings" and (
-        decided := _decided_by_one(found, base.steps_of, base.workers)
+    causes = [*dict.fromkeys(_of_variable(*each, sources=sources) for each in at_once)][:3]
+    if difference is None:
+        return causes
+    if causes:
+        return causes
+    if difference.what == "settings" and (
+        decided := _decided_by_one(difference, base.steps_of, base.workers)
     ):
         return [decided]
-    step = base.steps_of(found.worker or 0).get(found.step)
+    step = base.steps_of(difference.worker or 0).get(difference.step)
     if unprepared := _unprepared(base):
         return [unprepared]
-    told.extend(warnings_of(other))
-    if found.what == "samples" and (own_draws := _own_draws(base)):
+    causes.extend(warnings_of(other))
+    if difference.what == "samples" and (own_draws := _own_draws(base)):
         return [own_draws]
     if step is not None and step.left_over:
-        told.append(
+        causes.append(
             f"gradients of the steps before are left when backward() is called before {step.line}: call "
             "optimizer.zero_grad() in each step; a successor does not have them"
         )
-    elif found.what in ("losses", "gradients"):
-        told.append(
+    elif difference.what in ("losses", "gradients"):
+        causes.append(
             "the successor computes something else from the same weights: state that its function carries from "
             "step to step, and that "
             f"steepest.register(...) does not have ({_STATE}), or draws of a generator of its own"
         )
-    return told
+    return causes
 
 
 def _of_variable(

@@ -106,10 +106,10 @@ def scopes_of(
             waiting += [each.__self__, each.__func__]
         elif isinstance(each, functools.partial):
             waiting += [each.func, *each.args]
-        elif id(each) not in seen and (found := _scopes_of(each)):
+        elif id(each) not in seen and (inner_scopes := _scopes_of(each)):
             seen.add(id(each))
-            yield from found
-            waiting += (value for scope in found for value in scope.variables.values())
+            yield from inner_scopes
+            waiting += (value for scope in inner_scopes for value in scope.variables.values())
         elif id(each) not in seen and (inner := within(each)):
             seen.add(id(each))
             methods = (m for m in vars(type(each)).values() if isinstance(m, FunctionType))

@@ -63,8 +63,8 @@ class _Notes(Callback):
 
 
 def _pid(worker: Any) -> int:
-    found: int = worker.pid
-    return found
+    pid: int = worker.pid
+    return pid
 
 
 @dataclass
@@ -98,7 +98,7 @@ class JobRuns:
     ) -> Run:
         """Run the job: on so many workers, with so many samples in a step, one killed, or stopped and resumed."""
         life = FunctionLife(0, workers, time.time_ns())
-        found = Run(what, [life])
+        run = Run(what, [life])
         checkpoints = None
         if stops_at is not None:
             checkpoints = Checkpoints(self.folder / what.replace(" ", "-"), every=1)
@@ -108,8 +108,8 @@ class JobRuns:
             if stops_at is not None:
                 self._fit(_Notes(life), workers, samples, checkpoints)
         except SteepestError as error:
-            found.error = f"{type(error).__name__}: {error}"
-        return found
+            run.error = f"{type(error).__name__}: {error}"
+        return run
 
     def _fit(
         self, notes: _Notes, workers: int, samples: int | None, checkpoints: Checkpoints | None
@@ -138,5 +138,5 @@ class JobRuns:
 
 
 def _batch_size(model: Any) -> int:
-    found: int = model.batch_size
-    return found
+    size: int = model.batch_size
+    return size

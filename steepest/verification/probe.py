@@ -213,16 +213,16 @@ class _Probe:
 
     # -- what it is told of --------------------------------------------------------------------
 
-    def calls(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def calls(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Have the training loader give larger batches, if the run says so, see `steepest.loop.calls.CallListener`."""
-        loaders = [each for each in given if isinstance(each, DataLoader)]
+        loaders = [each for each in arguments if isinstance(each, DataLoader)]
         if name != "prepare" or not loaders or self._watched.batches == 1:
-            return given
+            return arguments
         larger = _with_larger_batches(loaders[0], self._watched.batches)
-        return tuple(larger if each is loaders[0] else each for each in given)
+        return tuple(larger if each is loaders[0] else each for each in arguments)
 
     def called(
-        self, name: str, given: tuple[Any, ...], named: dict[str, Any], returned: Any
+        self, name: str, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
     ) -> Any:
         """Take note of a call, see `steepest.loop.calls.CallListener`."""
         if name == "report":
@@ -230,7 +230,7 @@ class _Probe:
         if name == "prepare":
             self._sums = named.get("reduction") == "sum"
         handle = getattr(self, f"_called_{name}", None)
-        return returned if handle is None else handle(given, returned)
+        return returned if handle is None else handle(arguments, returned)
 
     def _reported(self, values: dict[str, Any]) -> None:
         numbers = {name: as_number(value) for name, value in values.items()}
@@ -239,16 +239,18 @@ class _Probe:
             (self._done, {n: math.nan if v is None else float(v) for n, v in numbers.items()}),
         )
 
-    def _called_prepare(self, given: tuple[Any, ...], returned: Any) -> Any:
+    def _called_prepare(self, arguments: tuple[Any, ...], returned: Any) -> Any:
         several = returned if isinstance(returned, tuple) else (returned,)
-        self._know(*given, *several)
-        self._modules = [each for each in given if isinstance(each, torch.nn.Module)]
-        self._optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        self._know(*arguments, *several)
+        self._modules = [each for each in arguments if isinstance(each, torch.nn.Module)]
+        self._optimizers = [each for each in arguments if isinstance(each, torch.optim.Optimizer)]
         self._schedulers = [
-            each for each in given if isinstance(each, LRScheduler | ReduceLROnPlateau)
+            each for each in arguments if isinstance(each, LRScheduler | ReduceLROnPlateau)
         ]
         self._name_tensors()
-        loaders = [(g, r) for g, r in zip(given, several, strict=True) if isinstance(g, DataLoader)]
+        loaders = [
+            (g, r) for g, r in zip(arguments, several, strict=True) if isinstance(g, DataLoader)
+        ]
         if loaders:
             self._watch_loader(loaders[0][1], loaders[0][0])
         in_workers = {} if self._is_plain else steps_in_workers(self._optimizers)
@@ -281,11 +283,11 @@ class _Probe:
         self._begin_batches()
         return returned
 
-    def _called_register(self, given: tuple[Any, ...], returned: Any) -> Any:
+    def _called_register(self, arguments: tuple[Any, ...], returned: Any) -> Any:
         self._know(returned, *vars(returned).values())
         return returned
 
-    def _called_epochs(self, given: tuple[Any, ...], returned: Any) -> Any:
+    def _called_epochs(self, arguments: tuple[Any, ...], returned: Any) -> Any:
         def numbers() -> Iterator[int]:
             for number in returned:
                 self._leave_if_over()
@@ -297,19 +299,19 @@ class _Probe:
 
         return numbers()
 
-    def _called_gather(self, given: tuple[Any, ...], returned: Any) -> Any:
-        found = self._variables.read({"gathered": returned}).get("gathered")
-        digest = "" if found is None else found.digest
+    def _called_gather(self, arguments: tuple[Any, ...], returned: Any) -> Any:
+        gathered = self._variables.read({"gathered": returned}).get("gathered")
+        digest = "" if gathered is None else gathered.digest
         self._gathered.append(gathered_value(returned, digest, line_here()))
         return returned
 
-    def _called_weight(self, given: tuple[Any, ...], returned: Any) -> Any:
-        if given:
-            self._weight = float(given[0])
+    def _called_weight(self, arguments: tuple[Any, ...], returned: Any) -> Any:
+        if arguments:
+            self._weight = float(arguments[0])
             self._counts[self._before :] = [self._weight] * (len(self._counts) - self._before)
         return returned
 
-    def _called_size(self, given: tuple[Any, ...], returned: Any) -> Any:
+    def _called_size(self, arguments: tuple[Any, ...], returned: Any) -> Any:
         if line := line_here():
             self.note("size", "", line)
         return returned
@@ -385,7 +387,7 @@ class _Probe:
 
     # -- batches -------------------------------------------------------------------------------
 
-    def _watch_loader(self, returned: Any, given: DataLoader[Any]) -> None:
+    def _watch_loader(self, returned: Any, given_loader: DataLoader[Any]) -> None:
         kind, probe = type(returned), self
         feed = self._feed
 
@@ -434,8 +436,8 @@ class _Probe:
     def before_backward(self) -> None:
         """Note whether there are gradients already."""
         if not self._losses:
-            given = ((p, p.grad) for p in self._named.values() if p.grad is not None)
-            self._left_over = {id(p) for p, gradient in given if bool(gradient.count_nonzero())}
+            gradients = ((p, p.grad) for p in self._named.values() if p.grad is not None)
+            self._left_over = {id(p) for p, gradient in gradients if bool(gradient.count_nonzero())}
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Note a loss whose backward pass has run."""
@@ -488,11 +490,11 @@ class _Probe:
         own = optimizer.step
 
         @functools.wraps(own)
-        def step(*given: Any, **named: Any) -> Any:
+        def step(*arguments: Any, **named: Any) -> Any:
             self._before_step(optimizer)
-            found = own(*given, **named)
+            result = own(*arguments, **named)
             self._after_step()
-            return found
+            return result
 
         return step
 
@@ -549,18 +551,18 @@ class _Probe:
         """Note the variables with which the user's functions begin what is to be the next step."""
         if self._batches:
             return
-        found: dict[str, Variable] = {}
+        variables: dict[str, Variable] = {}
         frames = list(frames_of_user(sys._getframe(1)))[:_FRAMES]
         self._lines_then = {}
         for scope in scopes_of(frames, self._within):
             self._lines_then.setdefault(scope.name, scope.line)
             for name, value in self._variables.read(scope.variables).items():
-                found.setdefault(f"{scope.name}:{name}", value)
+                variables.setdefault(f"{scope.name}:{name}", value)
         several = len(self._schedulers) > 1
         for at, each in enumerate(self._schedulers):
             name = f"scheduler {at}" if several else "scheduler"
-            found[f"prepare:{name}"] = of_scheduler(each)
-        self._variables_then = found
+            variables[f"prepare:{name}"] = of_scheduler(each)
+        self._variables_then = variables
 
     def _within(self, value: Any) -> dict[str, Any]:
         """Return the attributes of an object of the user's program; none for anything else."""
@@ -646,11 +648,11 @@ def _with_larger_batches(loader: DataLoader[Any], times: int) -> DataLoader[Any]
     """Return a loader like another one, whose batches have so many times the samples; itself if it cuts none."""
     if loader.batch_size is None:
         return loader
-    found, size = copy.copy(loader), loader.batch_size * times
-    vars(found)["batch_size"] = size
+    larger, size = copy.copy(loader), loader.batch_size * times
+    vars(larger)["batch_size"] = size
     if loader.batch_sampler is not None:
-        vars(found)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
-    return found
+        vars(larger)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
+    return larger
 
 
 def _length_of(loader: Any) -> int | None:
@@ -734,14 +736,14 @@ def _patch_once() -> None:
     length = DataLoader.__len__
 
     @functools.wraps(backward)
-    def backward_told(self: torch.Tensor, *given: Any, **named: Any) -> Any:
+    def backward_told(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         probe = _here()
         if probe is None:
-            return backward(self, *given, **named)
+            return backward(self, *arguments, **named)
         probe.before_backward()
-        found = backward(self, *given, **named)
+        result = backward(self, *arguments, **named)
         probe.after_backward(self)
-        return found
+        return result
 
     @functools.wraps(iterate)
     def iterate_told(self: DataLoader[Any]) -> Any:
@@ -752,11 +754,11 @@ def _patch_once() -> None:
 
     @functools.wraps(length)
     def length_told(self: DataLoader[Any]) -> int:
-        found = length(self)
+        result = length(self)
         probe = _here()
         if probe is not None and is_users(sys._getframe(1).f_code.co_filename):
-            probe.note_length(self, found)
-        return found
+            probe.note_length(self, result)
+        return result
 
     @functools.wraps(enter)
     def enter_told(self: torch.autocast) -> Any:
@@ -766,11 +768,11 @@ def _patch_once() -> None:
         return enter(self)  # type: ignore[no-untyped-call]
 
     @functools.wraps(save)
-    def save_told(value: Any, f: Any, *given: Any, **named: Any) -> Any:
+    def save_told(value: Any, f: Any, *arguments: Any, **named: Any) -> Any:
         probe = _here()
         if probe is not None and isinstance(f, str | os.PathLike):
             probe.note("opened", os.path.abspath(f), line_here())
-        return save(value, f, *given, **named)
+        return save(value, f, *arguments, **named)
 
     torch.Tensor.backward, DataLoader.__iter__ = backward_told, iterate_told  # type: ignore[method-assign]
     torch.save = save_told  # type: ignore[assignment]

@@ -43,9 +43,9 @@ class VerifiedRun:
     def lines(self, width: int) -> list[str]:
         """Return it as lines of text, with so many columns for its name."""
         indent = " " * (width + 2 + 14)
-        found = textwrap.wrap(self.found, _WIDTH - len(indent)) or [""]
-        lines = [f"{self.run:<{width}}  {self.verdict:<12}  {found[0]}".rstrip()]
-        lines += [indent + each for each in found[1:]]
+        wrapped = textwrap.wrap(self.found, _WIDTH - len(indent)) or [""]
+        lines = [f"{self.run:<{width}}  {self.verdict:<12}  {wrapped[0]}".rstrip()]
+        lines += [indent + each for each in wrapped[1:]]
         for cause in self.causes:
             lines += [
                 indent + each

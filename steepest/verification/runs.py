@@ -93,9 +93,9 @@ class Runs:
     deadline: float = _LEAST_DEADLINE
     _count: int = 0
 
-    def learn(self, found: Run) -> None:
+    def learn(self, run: Run) -> None:
         """Learn from a run how long a step may last."""
-        longest = max((s.seconds for life in found.lives for s in life.steps), default=0.0)
+        longest = max((s.seconds for life in run.lives for s in life.steps), default=0.0)
         self.deadline = max(_LEAST_DEADLINE, 20 * longest)
 
     def _watched(self, what: str, **more: Any) -> WatchedFunction:
@@ -148,19 +148,19 @@ class Runs:
         if stops_at is not None:
             chosen["checkpoints"] = Checkpoints(Path(watched.folder) / "checkpoints", every=1)
             chosen["callbacks"] = [_Stops(stops_at)]
-        found = Run(what, [], folder=watched.folder, killed=watched.kills)
+        run = Run(what, [], folder=watched.folder, killed=watched.kills)
         try:
             with contextlib.suppress(StoppedError):
-                found.reports = self._run(watched, workers, chosen)
+                run.reports = self._run(watched, workers, chosen)
             if stops_at is not None:
                 chosen["callbacks"] = reads
-                found.reports = self._run(watched, workers, chosen)
+                run.reports = self._run(watched, workers, chosen)
         except SteepestError as error:
             cause = error.__cause__
             more_text = f"\n{cause.text.rstrip()}" if isinstance(cause, RemoteTraceback) else ""
-            found.error = f"{type(error).__name__}: {error}{more_text}"
-        found.lives, found.tables = read_lives(Path(watched.folder)), rows.found
-        return found
+            run.error = f"{type(error).__name__}: {error}{more_text}"
+        run.lives, run.tables = read_lives(Path(watched.folder)), rows.found
+        return run
 
     def _run(
         self, watched: WatchedFunction, workers: int, chosen: dict[str, Any]

@@ -75,7 +75,7 @@ def state_of(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> dict[str, TensorSummary]:
     """Return what an optimizer keeps of each parameter, by ``exp_avg of 0.weight``; names are those of ids."""
-    found: dict[str, TensorSummary] = {}
+    summaries: dict[str, TensorSummary] = {}
     order = [id(each) for group in optimizer.param_groups for each in group["params"]]
     for at, kept in optimizer.state_dict()["state"].items():
         for key, value in kept.items():
@@ -83,17 +83,17 @@ def state_of(
             if isinstance(value, bool | int | float):
                 value = torch.tensor(float(value), dtype=torch.float64)
             for number, each in enumerate(_tensors(value, 0)):
-                found[f"{of}, {number}" if number else of] = summary_of(each)
-    return found
+                summaries[f"{of}, {number}" if number else of] = summary_of(each)
+    return summaries
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    found = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def rows_of(batch: Any, samples: int) -> list[int]:
@@ -181,18 +181,18 @@ class Variables:
         self, named: Mapping[str, Any], prefix: str = "", depth: int = 0
     ) -> dict[str, Variable]:
         """Return the variables that can be compared, by name; those of a user's objects as ``self.count``."""
-        found: dict[str, Variable] = {}
+        variables: dict[str, Variable] = {}
         for name, value in list(named.items())[:_MOST]:
             if not isinstance(name, str) or name.startswith("__") or self._is_known(value):
                 continue
             if self._is_object(value):
                 if depth < _DEPTH:
                     shared = {k: v for k, v in vars(type(value)).items() if _is_plain(v)}
-                    found |= self.read(shared | vars(value), f"{prefix}{name}.", depth + 1)
+                    variables |= self.read(shared | vars(value), f"{prefix}{name}.", depth + 1)
                 continue
             if (one := self._variable(value)) is not None:
-                found[prefix + name] = one
-        return found
+                variables[prefix + name] = one
+        return variables
 
     def _is_object(self, value: Any) -> bool:
         if isinstance(value, type | torch.nn.Module | types.FunctionType):

@@ -120,10 +120,10 @@ def _sources(function: Callable[[], Any]) -> dict[str, str]:
         except TypeError:
             return {}
         folder, own = os.path.dirname(os.path.abspath(file)), {}
-    found = {}
+    sources = {}
     for path in sorted(Path(folder).glob("*.py"))[:200]:
-        found[path.name] = path.read_text(encoding="utf-8", errors="replace")
-    return {**found, **own}
+        sources[path.name] = path.read_text(encoding="utf-8", errors="replace")
+    return {**sources, **own}
 
 
 @dataclass
@@ -266,8 +266,8 @@ class _Verification:
             yield VerifiedRun(name, "failed", f"the plain script ends with {_short(plain.error)}")
             return
         self._learn_noise(one, plain)
-        found = whole_and_parts(plain, one, self.noisy_reports, gradients=False)
-        found_first = found.first
+        compared = whole_and_parts(plain, one, self.noisy_reports, gradients=False)
+        found_first = compared.first
         if found_first is None or found_first.what == "reports":
             yield VerifiedRun(
                 name, "equal", f"{one.length} steps; the plain script, and one worker"
@@ -277,8 +277,8 @@ class _Verification:
         self._learn_noise(plain, again)
         itself = to_the_bit(plain, again)
         if itself.first is not None and itself.first.what != "reports":
-            told, self.is_random = explaining.of_itself(plain, again), True
-            yield _row(name, "NOT EQUAL", itself.first, f"to itself: {_of(itself.first)}", [told])
+            cause, self.is_random = explaining.of_itself(plain, again), True
+            yield _row(name, "NOT EQUAL", itself.first, f"to itself: {_of(itself.first)}", [cause])
             return
         causes = explaining.of_parts(found_first, plain, one)
         yield _row(
@@ -300,15 +300,15 @@ class _Verification:
         itself = to_the_bit(one, again, self.noisy_reports).first
         if again.error or itself is not None:
             self.is_random = True
-            found = _short(again.error) if itself is None else f"to itself: {_of(itself)}"
-            yield VerifiedRun(name, "NOT EQUAL", found, (explaining.of_itself(one, again),))
+            shown = _short(again.error) if itself is None else f"to itself: {_of(itself)}"
+            yield VerifiedRun(name, "NOT EQUAL", shown, (explaining.of_itself(one, again),))
             return
-        told = (
+        cause = (
             "the loader's batches are of a class that cannot be kept, or more than 512 MB: the plain script, which "
             "would read them, is not run"
         )
         yield VerifiedRun(
-            name, "equal", f"{one.length} steps; one worker, twice the same bits", (told,)
+            name, "equal", f"{one.length} steps; one worker, twice the same bits", (cause,)
         )
 
     def _learn_noise(self, one: Run, again: Run) -> None:
@@ -319,8 +319,8 @@ class _Verification:
     def _of_several(self, name: str, one: Run, many: Run) -> VerifiedRun:
         compared = whole_and_parts(one, many, self.noisy_reports)
         if compared.first is None and compared.buffers is not None:
-            told = explaining.of_buffers(compared.buffers, many)
-            return VerifiedRun(name, "as expected", _agreement(compared), (told,))
+            cause = explaining.of_buffers(compared.buffers, many)
+            return VerifiedRun(name, "as expected", _agreement(compared), (cause,))
         if compared.first is None:
             rows = "".join(f", rows of {table!r}" for table in sorted(many.tables))
             return VerifiedRun(name, "equal", _agreement(compared) + rows)
@@ -346,8 +346,8 @@ class _Verification:
             "the data set draws random numbers (augmentation), other ones in each worker"
         ]
         if calm.first is None:
-            found = f"{_agreement(calm)}, when random numbers are drawn by sample"
-            return VerifiedRun(name, "as expected", found, tuple(expected))
+            shown = f"{_agreement(calm)}, when random numbers are drawn by sample"
+            return VerifiedRun(name, "as expected", shown, tuple(expected))
         return self._unlike(name, calm.first, calm_one, calm_many)
 
     def _unlike(self, name: str, first: Difference, one: Run, many: Run) -> VerifiedRun:
@@ -359,12 +359,12 @@ class _Verification:
         causes = explaining.of_parts(first, one, many)
         if many.notes("loader") or first.what in ("settings", "steps"):
             return _row(name, "NOT EQUAL", first, _of(first), causes)
-        told = (
+        cause = (
             "a loop without a loader makes its data by itself, on each worker other ones: one process that makes "
             "the data of all "
             "would have to be written for it"
         )
-        return _row(name, "not compared", first, f"{many.length} steps", [told, *expected[:1]])
+        return _row(name, "not compared", first, f"{many.length} steps", [cause, *expected[:1]])
 
     # -- deaths --------------------------------------------------------------------------------
 
@@ -402,12 +402,12 @@ class _Verification:
                 None, many, other, step, self.noisy_variables, self.sources
             )
             causes += [c for c in explaining.of_decisions(many, self.sources) if c not in causes]
-            found = f"it ends with {_short(other.error)}"
+            shown = f"it ends with {_short(other.error)}"
             return VerifiedRun(
-                name, "NOT EQUAL", found, tuple(causes) or _where(other), step, "error"
+                name, "NOT EQUAL", shown, tuple(causes) or _where(other), step, "error"
             )
         compared = to_the_bit(many, other, self.noisy_reports)
-        told = explaining.of_death(
+        causes_of_death = explaining.of_death(
             compared.first, many, other, step, self.noisy_variables, self.sources
         )
         if compared.first is None:
@@ -425,8 +425,8 @@ class _Verification:
                 return VerifiedRun(name, "as expected", f"bits but for a buffer{lacks}", told_of)
             return VerifiedRun(name, "equal", "bits" + lacks)
         if compared.buffers is not None:
-            told.append(explaining.of_buffers_of_successor(compared.buffers))
-        return _row(name, "NOT EQUAL", compared.first, _of(compared.first), told)
+            causes_of_death.append(explaining.of_buffers_of_successor(compared.buffers))
+        return _row(name, "NOT EQUAL", compared.first, _of(compared.first), causes_of_death)
 
 
 def _row(

@@ -101,27 +101,29 @@ class ObjectStorage:
             "listing", folder, lambda: self._filesystem.ls(str(folder), detail=True)
         )
         try:
-            found = self._persistently(list_once)
+            entries = self._persistently(list_once)
         except FileNotFoundError:
             return []
-        names = ((str(each["name"]).rstrip("/").rpartition("/")[2], each["type"]) for each in found)
+        names = (
+            (str(each["name"]).rstrip("/").rpartition("/")[2], each["type"]) for each in entries
+        )
         return [(name, kind) for name, kind in names if name]
 
     def exists(self, file: ObjectUrl) -> bool:
         """Return whether there is such an object."""
         try:
-            found = self.attempt("looking for", file, lambda: self._filesystem.info(str(file)))
-            return bool(found["type"] != "directory")
+            entry = self.attempt("looking for", file, lambda: self._filesystem.info(str(file)))
+            return bool(entry["type"] != "directory")
         except FileNotFoundError:
             return False
 
     def version(self, file: ObjectUrl) -> str | None:
         """Return the store's own mark of what an object is; of an object in memory, when it was made."""
         try:
-            found = self.attempt("looking for", file, lambda: self._filesystem.info(str(file)))
+            entry = self.attempt("looking for", file, lambda: self._filesystem.info(str(file)))
         except FileNotFoundError:
             return None
-        return str(found.get("ETag") or found.get("etag") or found.get("created"))
+        return str(entry.get("ETag") or entry.get("etag") or entry.get("created"))
 
     def read(self, file: ObjectUrl) -> bytes:
         """Return what an object holds."""
@@ -278,10 +280,10 @@ class ObjectStorage:
         # says, less credentials.
 
         def once() -> T:
-            found = _answer(call, self._patience.call)
-            if isinstance(found, _Raised):
-                raise _told(step, url, found.error)
-            return found[0]
+            answer = _answer(call, self._patience.call)
+            if isinstance(answer, _Raised):
+                raise _told(step, url, answer.error)
+            return answer[0]
 
         return once
 
@@ -329,18 +331,18 @@ class _Raised:
 
 def _answer(call: Callable[[], T], seconds: float) -> tuple[T] | _Raised:
     """Return what a call returns; it runs on a thread, which is left behind if it takes too long."""
-    found: list[tuple[T] | _Raised] = []
+    answers: list[tuple[T] | _Raised] = []
 
     def run() -> None:
         try:
-            found.append((call(),))
+            answers.append((call(),))
         except BaseException as error:  # noqa: BLE001 - clients raise what they like; it is raised by whoever waits
-            found.append(_Raised(error))
+            answers.append(_Raised(error))
 
     thread = threading.Thread(target=run, name="steepest-storage", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else _Raised(TimeoutError(f"no answer for {seconds:g} s"))
+    return answers[0] if answers else _Raised(TimeoutError(f"no answer for {seconds:g} s"))
 
 
 def _told(step: str, url: ObjectUrl, error: BaseException) -> OSError:
