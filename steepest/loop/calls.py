@@ -40,7 +40,7 @@ _listeners = threading.local()
 
 
 class CallListener(Protocol):
-    """What is told of the calls that a function which trains makes of this module."""
+    """Hears of the calls of this module that a function which trains makes."""
 
     def calls(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take note that a function is about to be called; return the arguments without names that it is to get."""
@@ -55,7 +55,7 @@ class CallListener(Protocol):
 
 @contextlib.contextmanager
 def told(listener: CallListener) -> Iterator[None]:
-    """Have a listener told of the calling thread's calls in this context, in a worker and alone."""
+    """Report the calling thread's calls to a listener in this context, in a worker and alone."""
     before = getattr(_listeners, "one", None)
     _listeners.one = listener
     try:
@@ -232,8 +232,8 @@ def _check_reduction(reduction: str, loaders: Sequence[DataLoader[Any]]) -> None
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
     if reduction == "sum" and loaders and loaders[0].batch_size is None:
         raise ConfigurationError(
-            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples "
-            "a whole step has; divide the loss by the samples of the batch, and leave reduction out"
+            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: the number of samples in "
+            "a whole step is unknown; divide the loss by the samples of the batch, and leave reduction out"
         )
 
 
@@ -266,7 +266,7 @@ def _check_tables(model: LoopModel, *, alike: bool) -> None:
 def _cursor(
     loop: UserLoop, optimizers: Sequence[torch.optim.Optimizer], data: TrainingData | None
 ) -> Cursor | None:
-    """Return the place of a loop whose workers go through all batches together; None where each has its own shares."""
+    """Return the place in the batches that all workers go through; None where each has its own shares."""
     if not loop.job.kind.together or loop.job.kind.local:
         _check_alone(loop, optimizers, data)
         return None

@@ -1,4 +1,4 @@
-"""What counts batches for a script: `enumerate` and `zip` count those of a pass that a worker enters in the middle.
+"""`enumerate` and `zip` that count the batches before the one with which a worker enters a pass.
 
 Python's own would begin at 0 there, while the others are at a later batch. For the function's thread they are replaced
 while it enters, and no longer. They look at the loop, so that tqdm and the like may be around the loader, or around

@@ -1,4 +1,4 @@
-"""The place of loops whose workers go through all batches together, and the batches that each one sees there."""
+"""The place of a loop in batches that all workers go through, and the worker's own part of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _nothing() -> None:
 
 
 class LoopPlace(NamedTuple):
-    """Where a loop is whose workers go through all batches together: the same on all of them.
+    """Where a loop is in batches that all workers go through: the same place on all of them.
 
     Attributes:
         epoch: in which it is, from 0.
@@ -97,7 +97,7 @@ class Cursor:
         is_sure: whether it is known that gradients of batches before are added to, and not dropped.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
-        samples_of_all: samples in that; 0 where nobody knows it, as of a stream of batches.
+        samples_of_all: samples in that; 0 if unknown, as of a stream of batches.
         is_at_last: whether that is the last one of its pass.
     """
 
@@ -143,7 +143,7 @@ class Cursor:
 
     @property
     def first_number(self) -> int:
-        """The number of the first batch, or round, of whose gradients the present sum is made."""
+        """The number of the first batch, or round, in the present sum of gradients."""
         return self._opened.batch
 
     @property
@@ -283,7 +283,7 @@ class Cursor:
         return plan.position(self.place.batch).ranges[0][0] // plan.global_batch
 
     def steps_left(self, epochs: int, size: int) -> int | None:
-        """Return how many steps are to come in so many epochs if each batch has one; None where nobody knows."""
+        """Return how many steps are to come in so many epochs if each batch has one; None if unknown."""
         place = self.place
         if self._source is None:
             return None if self.has_loader else max(epochs - place.batch, 0)

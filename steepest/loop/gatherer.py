@@ -1,4 +1,4 @@
-"""What a user's loop does where it gathers: where it is, what it gives, and what it makes of the parts of all."""
+"""The gatherings of a user's loop: their places, the worker's own parts, and the joined values."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Gatherer:
 
     @property
     def _seat(self) -> LoopSeat:
-        """As whom the loop takes part, as far as it has been told."""
+        """The seat by which the loop takes part, as far as it knows."""
         return LoopSeat(self._loop.job.rank, self._loop.job.size, self.gatherings.drops)
 
     # -- for the worker's thread ---------------------------------------------------------------
 
     def has_lost_its_seat(self, *, in_batch: bool, now: LoopSeat | None = None) -> bool:
-        """Whether the loop takes part as another than it is `now`, in a gathering or, if it is in one, in a batch."""
+        """Return whether the loop's seat in a gathering, or if it is `in_batch` in that, is another one than `now`."""
         if self.wanted is None and (self._dealt_to is None or not in_batch):
             return False
         now = now or self._seat
@@ -131,7 +131,7 @@ class Gatherer:
                 self._dealt_to = self._seat
 
     def begin_step(self, step: int) -> None:
-        """Note that the next step of the batch begins: who passes over those before has not gathered in them."""
+        """Note that the next step of the batch begins; a loop that passes over earlier ones did not gather there."""
         self._nth = step * GATHERINGS_OF_STEP
 
     def _place(self) -> GatheringPlace:

@@ -1,4 +1,4 @@
-"""What all workers' loops have gathered: each one's part is sent to all others, and kept for those that join later."""
+"""The parts of gatherings: each worker sends its own to all others, and keeps all for workers that join later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class Region(enum.IntEnum):
-    """A part of a user's loop, by which it is known where another worker's loop stands."""
+    """A part of a user's loop, by which workers compare their places."""
 
     BEFORE = 0  # between taking a batch and its step
     AFTER = 1  # after its step
@@ -47,7 +47,7 @@ class GatheringPlace(NamedTuple):
 
 
 class LoopSeat(NamedTuple):
-    """As whom a loop takes part in what is gathered, and in a batch."""
+    """The numbers by which a loop takes part in a gathering, or in a batch."""
 
     rank: int
     size: int  # workers
@@ -173,7 +173,7 @@ class Gatherings:
         self._wait(lambda: self.found(wanted) is not None)
 
     def drop(self) -> None:
-        """Drop all that was gathered, whose places may come again with other batches: loops amid one begin it anew."""
+        """Drop all that was gathered, as the places may come again with other batches; loops amid one begin it anew."""
         self.parts.clear()
         self._steps.clear()
         self._waits_at, self._behind = None, 0

@@ -1,4 +1,4 @@
-"""What a worker's loop knows of the job: the worker's side writes it, both sides read it."""
+"""A loop's view of the job: the worker's side writes it, both sides read it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class TrainingLoader(PreparedLoader):
     Args:
         loader: that was given to `prepare`.
         loop: of the worker's function.
-        samples: of an epoch; None where nobody knows it.
+        samples: of an epoch; None if unknown.
         whole: samples of a batch of all workers.
     """
 
@@ -61,7 +61,7 @@ class TrainingLoader(PreparedLoader):
         whole = self._whole
         if self._samples is None:
             raise TypeError(
-                "the loader has an iterable data set without __len__, of which nobody knows the number of batches"
+                "the loader has an iterable data set without __len__, whose number of batches is unknown"
             )
         return self._samples // whole if self.loader.drop_last else -(-self._samples // whole)
 

@@ -187,7 +187,7 @@ class LoopStates:
 
     @property
     def _is_amid_sum(self) -> bool:
-        """Whether the loop is between two batches whose gradients it adds up."""
+        """Whether the loop is between two batches of one sum of gradients."""
         cursor = self._loop.prepared.cursor
         if cursor is None or cursor.place.inside or not cursor.place.batch:
             return False
@@ -228,7 +228,7 @@ class LoopStates:
         return at_top and cursor is not None and not cursor.place.passes
 
     def open_epoch(self) -> None:
-        """Note with what the loop enters an epoch: one that enters it later runs what stands before the first batch.
+        """Keep the state at an epoch's beginning, for a loop that enters later and runs the code before its batches.
 
         Where the loop enters later itself, it gets what the others had.
         """

@@ -1,4 +1,4 @@
-"""Compares losses of batches of several sizes: one that is not the mean over its samples is told from one that is.
+"""Comparison of a loop's losses in batches of several sizes, to warn of a loss that is not the mean over its samples.
 
 Workers' gradients are averaged by samples. That is one process's gradient if each worker's loss is the mean over its
 samples, times a number that all batches have in common, and terms that do not depend on samples.
@@ -65,7 +65,7 @@ _MOST = 64  # reductions of a batch that are looked at
 
 
 class _Key(NamedTuple):
-    """What tells the reductions of one loss from those of another, whose backward pass is called elsewhere."""
+    """The identity of a reduction: the line that calls backward(), and the operation."""
 
     lines: tuple[tuple[CodeType, int], ...]  # of the user's functions, from the innermost one
     inside: str
@@ -108,7 +108,7 @@ class LossLooks:
             self._present, self._passes, self._seen = defaultdict(list), 0, 0
 
     def see(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Look at a loss, whose backward pass is to run; `gradient`: with which it begins, of several numbers."""
+        """Look at a loss before its backward pass; `gradient`: the one of several numbers with which that begins."""
         self._passes += 1
         if self._seen >= _MOST:
             return

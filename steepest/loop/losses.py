@@ -1,4 +1,4 @@
-"""The losses whose backward pass a user's loop runs, for the job's history; one that is a sum is told from a mean."""
+"""The losses on which a user's loop calls backward(), for the job's history and for warnings."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _watching: list[Here] = []  # an element for each user's function that runs in t
 
 @contextlib.contextmanager
 def watched(here: Here) -> Iterator[None]:
-    """Have the losses of loops see those whose backward pass runs, while any function runs."""
+    """Show the loops' losses each backward pass in this context."""
     _watching.append(here)
     if len(_watching) == 1:
         torch.autograd.backward, torch.autograd.grad = _backward, _grad

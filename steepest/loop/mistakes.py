@@ -1,4 +1,4 @@
-"""Mistakes of users' functions that Python tells in words which do not say what to do here."""
+"""Errors of Python's that need another text in a worker, with what to do."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _WRITTEN = (
 
 
 class LoopModel(TorchModel):
-    """The replica of a worker whose user trains in a loop of their own.
+    """A worker's replica, which is trained by a loop of the user's own.
 
     Args:
         loop: of the user's function, in `prepare`.
@@ -446,7 +446,7 @@ class LoopModel(TorchModel):
             self.session.fail(error)
 
     def go_on_by_itself(self) -> None:
-        """Let the loop go on behind an `optimizer.step()` whose update is the worker's own, see `Session.updated`."""
+        """Let the loop go on after an `optimizer.step()` that updates this worker alone, see `Session.updated`."""
         try:
             self._in_turn(self.session.updated)
         except ModelError as error:
@@ -521,7 +521,7 @@ class LoopModel(TorchModel):
         self._arrived = None
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the values that `state` returned; a loop that stands elsewhere in the job is begun anew."""
+        """Set the values that `state` returned; a loop at another place of the job begins anew."""
         own = dict(state)
         packed = own.pop(LOOP_STATE, None)
         if packed is not None and not self.session.load(unpack(packed)):

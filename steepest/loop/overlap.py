@@ -84,7 +84,7 @@ class Overlap:
         loop.steps.unseen.happened = False
 
     def end(self, loop: UserLoop, *, raised: bool = False) -> None:
-        """Watch no further; `raised`: whether the function has gone on to an error."""
+        """Stop watching; `raised`: whether the function has raised."""
         self._loop, self._leave, loop.steps.unseen.watches = None, None, False
         self._is_wrong |= loop.steps.unseen.happened
         if raised:
@@ -129,7 +129,7 @@ class Overlap:
             self._is_wrong, self._error = True, error
 
     def left(self, weight: float | None) -> Collection[int] | None:
-        """Return the entries whose gradients have left and are as they left; None: all are to be taken back.
+        """Return the entries whose gradients have left and have not changed since; None: take all of them back.
 
         What letting them leave raised is raised.
 

@@ -71,7 +71,7 @@ class Progress:
         epochs: that it wants in all; None where it has not entered `epochs` yet.
         sees_all_batches: whether all workers go through the same batches, so that it counts epochs itself.
         reports: since this was asked for the last time.
-        steps: that are to come if each batch has one; None where nobody knows.
+        steps: that are to come if each batch has one; None if unknown.
         resumed: which settings of the script are others than those of the checkpoint, in words.
     """
 

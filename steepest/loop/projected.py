@@ -1,4 +1,4 @@
-"""An optimizer after whose steps parameters are projected, such as clamped to a range."""
+"""An optimizer that projects parameters after each step, such as clamping them to a range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Projection = Callable[[str, torch.Tensor], object]
 
 
 class Projected(torch.optim.Optimizer):
-    """Another optimizer, after whose step a function changes the parameters that it has updated.
+    """Another optimizer, with a function that changes the updated parameters after each step.
 
     Args:
         groups: whose "params" are (name, tensor) pairs.

@@ -158,7 +158,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
 
 
 def _end(history: History, first: int | None) -> None:
-    """Have the history end before the first step in which nobody had samples, with what was reported since."""
+    """Cut the history before the first step in which no worker had samples, and add what was reported since."""
     if first is not None:
         history.end(first)
     history.end_epoch()

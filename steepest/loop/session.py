@@ -227,7 +227,7 @@ class Session:
         return self.job.asked is Ask.BATCH and not self.loop.has_seen_all
 
     def load(self, state: dict[str, Any]) -> bool:
-        """Go on from a state: a function that stands elsewhere in the job is begun anew.
+        """Go on from a state: a function at another place of the job begins anew.
 
         Args:
             state: as `state` returned it in this or another worker.
@@ -260,7 +260,7 @@ class Session:
         self.begin()
 
     def end(self) -> None:
-        """End the function where it stands."""
+        """End the function where it is."""
         self.job.turns.end(SetBack())
 
     def _go_on(self, waits: bool = True) -> None:

@@ -41,7 +41,7 @@ class StepWeights:
     # -- shares of the worker's own ------------------------------------------------------------
 
     def begin_share(self, samples: int, whole: int) -> None:
-        """Count a batch, whose step is yet to be taken.
+        """Count a batch before its step.
 
         Args:
             samples: of the batch.

@@ -113,7 +113,7 @@ class StreamedSource:
 
 
 class StreamCursor(Cursor):
-    """The place of a loop over an iterable data set whose length nobody knows: all workers see where it ends."""
+    """The place of a loop over an iterable data set of unknown length: all workers see where it ends."""
 
     has_loader = True
 

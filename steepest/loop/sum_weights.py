@@ -71,7 +71,7 @@ class SumWeights:
 
         Args:
             samples: of the batch, on this worker.
-            whole: on all of them; 0 where nobody knows it. Then workers tell each other unless it is dealt alike.
+            whole: on all of them; 0 if unknown. Then workers tell each other, unless it is dealt alike.
             size: the number of workers.
             sums: whether losses add up samples; otherwise they are means.
             learned: whether there was a backward pass in the batch before.

@@ -119,7 +119,7 @@ class Schedules:
             ticks.catch_up(update)
 
     def begin(self, step: int, *, together: bool) -> None:
-        """Have schedulers count after an update; those of the worker whose state was taken may be behind."""
+        """Begin to count after an update; schedulers whose state came from another worker may be behind."""
         none: list[int | None] = [None] * len(self._ticks)
         unticked = self._unticked or none
         for ticks, at, batches in zip(self._ticks, self._ticked or none, unticked, strict=True):

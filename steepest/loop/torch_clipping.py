@@ -42,7 +42,7 @@ def watched(here: Here) -> Iterator[None]:
 
 
 def _install(by_norm: Any, by_value: Any) -> None:
-    """Put functions where torch looks for its own: that of norms also for who imported `clip_grad_norm_` before."""
+    """Replace torch's functions, also for scripts that imported `clip_grad_norm_` before."""
     for module, name, function in (
         (clip_grad, "_clip_grads_with_norm_", by_norm),
         (torch.nn.utils, "clip_grads_with_norm_", by_norm),

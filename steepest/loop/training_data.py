@@ -22,7 +22,7 @@ class TrainingData:
     Attributes:
         batch_size: samples in a worker's batch; batches, where these are what the data have.
         source: of them.
-        stream: of iterable data sets; the source is None where nobody knows how many samples an epoch has.
+        stream: of iterable data sets; the source is None if the number of samples in an epoch is unknown.
     """
 
     batch_size: int
@@ -31,7 +31,7 @@ class TrainingData:
 
     @property
     def size(self) -> int | None:
-        """The number of samples in an epoch; None where nobody knows it."""
+        """The number of samples in an epoch; None if unknown."""
         return None if self.source is None else self.source.size
 
     def enter(self, epoch: int) -> None:

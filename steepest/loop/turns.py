@@ -1,4 +1,4 @@
-"""A function on a thread of its own, which takes turns with the thread that drives it: a coroutine."""
+"""A coroutine: a function on a thread of its own, which takes turns with the thread that drives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steepest.core.transport.router import runs_in_turn
 
 @dataclass(frozen=True)
 class Ended:
-    """What the driving thread gets when the function has ended."""
+    """The end of the function, for the driving thread."""
 
     result: Any = None
     error: BaseException | None = None
@@ -27,7 +27,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Thrown:
-    """What the function's thread gets to be ended by."""
+    """The exception that is to end the function."""
 
     error: BaseException
 
@@ -79,7 +79,7 @@ class Turns:
         return asked
 
     def show(self) -> None:
-        """Have the function's frames shown, until its next turn is over, as what the calling thread does."""
+        """Show the function's frames as those of the calling thread, until its next turn is over."""
         runs_in_turn[_thread.get_ident()] = lambda: self._ident
 
     def end(self, error: BaseException) -> None:

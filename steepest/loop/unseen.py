@@ -1,4 +1,4 @@
-"""What a user's function reads of tensors by which it may change their values without torch counting that."""
+"""Reads of tensors that let a user's function write to them without a new version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _running: list[None] = []  # an element for each function that is watched
 
 
 class Unseen:
-    """Whether a user's function has read such a thing.
+    """Whether a user's function has made such a read.
 
     Attributes:
         watches: whether it is noted.
@@ -40,7 +40,7 @@ class Unseen:
 
 @contextlib.contextmanager
 def noted(unseen: Unseen) -> Iterator[None]:
-    """Note what the calling thread reads in this context."""
+    """Note such reads of the calling thread in this context."""
     _local.unseen = unseen
     _running.append(None)
     if len(_running) == 1:

@@ -110,7 +110,7 @@ class UserLoop:
 
     @property
     def steps_left(self) -> int | None:
-        """How many steps are to come if each batch has one; None where nobody knows, as before the loop is entered."""
+        """How many steps are to come if each batch has one; None if unknown, as before the loop is entered."""
         if self.prepared.cursor is None or self.batches.wanted is None:
             return None
         return self.prepared.cursor.steps_left(self.batches.wanted, self.job.size)
@@ -214,7 +214,7 @@ class UserLoop:
             self.batches.epoch += 1
 
     def _epochs_together(self, cursor: Cursor, count: int, first: int) -> Iterator[int]:
-        """Yield the numbers of epochs whose batches all workers see."""
+        """Yield the numbers of epochs, where all workers see all batches."""
         arriving = self.entry.arriving
         from_the_start = arriving is None or not arriving["batches"]
         if arriving is not None:
@@ -438,7 +438,7 @@ class UserLoop:
             self.states.close_top()
 
     def _begin_batch(self, cursor: Cursor) -> None:
-        """Note that the next batch, or round, begins, whose gradients may be added to those of batches before."""
+        """Begin with the next batch, or round; its gradients may be added to those of batches before."""
         if self.weights.losses.looks.is_looking:
             self.weights.losses.end_part()
         holds = self.steps.held.begin_batch()
@@ -555,7 +555,7 @@ class UserLoop:
             self.seed_for(self.batches.taken.where.step, 1, part=self.batches.taken.where.part[0])
 
     def load_ahead(self) -> None:
-        """Load the batch behind that whose step the function awaits."""
+        """Load the batch after the one whose step is being committed."""
         if (
             self.prepared.cursor is not None
             and self.job.asked is Ask.COMMIT
@@ -659,7 +659,7 @@ def current() -> UserLoop | None:
 
 
 def calling(name: str) -> UserLoop | None:
-    """Return the loop whose function calls something of steepest, by its name; None outside of any.
+    """Return the loop in whose function steepest is called; None outside of any.
 
     Raises:
         ConfigurationError: a thread calls it that is not the function's, in a process in which one runs.
@@ -676,7 +676,7 @@ def calling(name: str) -> UserLoop | None:
 
 
 def seen_from(name: str) -> UserLoop | None:
-    """Return the loop whose rank or size is asked for, as `calling`, also by a data set of which it loads ahead."""
+    """Return the loop for a call of `rank` or `size`: that of `calling`, or the one for which a batch is loaded."""
     loop: UserLoop | None = getattr(_local, "loads_for", None)
     return calling(name) if loop is None else loop
 

@@ -1,4 +1,4 @@
-"""A check that a loop does not leave trained parameters as it has written to them."""
+"""A check that a loop undoes its own writes to trained parameters."""
 
 from __future__ import annotations
 
