@@ -390,15 +390,15 @@ class LoopModel(TorchModel):
         session, loop, overlap = self.session, self.loop, self._overlap
         may_leave = self.take_back is not None and loop.leaves_early
         self._ready = ready
-        overlap.begin(loop, self._leave if may_leave else None)
+        overlap.begin(loop.weights, loop.steps.unseen, self._leave if may_leave else None)
         try:
             stepped = session.compute(batch)
         except BaseException:
-            overlap.end(loop, raised=True)
+            overlap.end(raised=True)
             raise
         finally:
             self._ready = None
-        overlap.end(loop)
+        overlap.end()
         return stepped
 
     def _begin_anew_if_undone(self) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from steepest.loop.local_edits import LocalEdits
+from steepest.loop.unseen import Unseen
 
 if TYPE_CHECKING:
-    from steepest.loop.user_loop import UserLoop
+    from steepest.loop.step_weights import StepWeights
 
 _FIRST, _MOST = 2, 64  # steps in a row in which a guess would have been right, before one is made
 _SMALL = 1 << 16  # bytes of gradients that are compared after each guess
@@ -26,6 +27,14 @@ _SMALL = 1 << 16  # bytes of gradients that are compared after each guess
 Leave = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 #: A parameter, its gradient, and the version of that.
 Seen = tuple[torch.Tensor, torch.Tensor | None, int]
+
+
+class _Watched(NamedTuple):
+    """What is known of a batch that is watched, see `Overlap.begin`."""
+
+    weights: StepWeights
+    unseen: Unseen
+    leave: Leave | None
 
 
 class Overlap:
@@ -46,9 +55,8 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        # while a batch is watched: torch keeps hooks where the garbage collector does not see them
-        self._loop: UserLoop | None = None
-        self._leave: Leave | None = None
+        # None while no batch is watched: torch keeps hooks where the garbage collector does not see them
+        self._watched: _Watched | None = None
         self._expected: dict[
             int, int
         ] = {}  # by entry: how often it was accumulated before the last step
@@ -70,53 +78,60 @@ class Overlap:
         """Return what is to be called when an entry's gradient was accumulated, which leaves by a view."""
         return functools.partial(self._accumulated, index, view)
 
-    def begin(self, loop: UserLoop, leave: Leave | None) -> None:
+    def begin(self, weights: StepWeights, unseen: Unseen, leave: Leave | None) -> None:
         """Watch gradients while the user's function goes on with a batch.
 
         Args:
-            loop: of the function.
+            weights: what the batch weighs.
+            unseen: notes writes that torch does not count.
             leave: lets a gradient leave; None where none may.
         """
         self._counts, self._left = {}, {}
         self._is_wrong = False
         self._is_guessing = bool(leave) and not self._never and self._right >= self._needed
-        self._loop, self._leave = loop, leave
-        loop.steps.unseen.happened = False
+        self._watched = _Watched(weights, unseen, leave)
+        unseen.happened = False
 
-    def end(self, loop: UserLoop, *, raised: bool = False) -> None:
+    def end(self, *, raised: bool = False) -> None:
         """Stop watching; `raised`: whether the function has raised."""
-        self._loop, self._leave, loop.steps.unseen.watches = None, None, False
-        self._is_wrong |= loop.steps.unseen.happened
+        assert self._watched is not None
+        unseen, self._watched = self._watched.unseen, None
+        unseen.watches = False
+        self._is_wrong |= unseen.happened
         if raised:
             self._seen.clear()
 
     def _accumulated(self, index: int, view: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that a gradient was accumulated, and let it leave if it seems to be whole."""
-        loop = self._loop
-        if loop is None:
+        if self._watched is None:
             return
-        gradient, counts, unseen = parameter.grad, self._counts, loop.steps.unseen
+        weights, unseen, leave = self._watched
+        gradient, counts = parameter.grad, self._counts
         count = counts[index] = counts.get(index, 0) + 1
         self._seen[index] = parameter, gradient, 0 if gradient is None else gradient._version
         if self.edits.keeps:
             self.edits.keep(index, gradient)
-        if self._leave is None:
+        if leave is None:
             return
         if self._is_guessing and not self._is_wrong:
-            weight = loop.weights.weight
+            weight = weights.weight
             if index in self._left or (self._left and weight != self._weight):
                 self._is_wrong = True
             elif weight and gradient is not None and count == self._expected.get(index):
                 self._weight = weight
                 unseen.watches = False
-                self._let_leave(index, parameter, gradient, view)
+                self._let_leave(leave, index, parameter, gradient, view)
         unseen.watches = True
 
     def _let_leave(
-        self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor
+        self,
+        leave: Leave,
+        index: int,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        view: torch.Tensor,
     ) -> None:
-        leave = self._leave
-        if leave is None or gradient.is_sparse:
+        if gradient.is_sparse:
             return
         self._left[index] = view
         try:

@@ -287,7 +287,7 @@ def test_what_may_write_unseen_is_noted_on_the_thread_that_reads_it(name: str) -
 
 
 class Weighing:
-    """Stands for a session."""
+    """Stands for what a step weighs."""
 
     def __init__(self) -> None:
         self.weight, self.unseen = 1.0, unseen.Unseen()
@@ -305,13 +305,13 @@ def test_a_write_that_torch_does_not_count_is_seen_without_comparing_values(
     parameter.register_post_accumulate_grad_hook(watching.hook(0, view))
     for number in range(-2, guess + 1):  # two steps to learn from, and the first of all
         with unseen.noted(session.unseen):
-            watching.begin(session, found.leave)
+            watching.begin(session, session.unseen, found.leave)
             parameter.grad = None
             (parameter.sum() * number).backward()
             if number == guess:
                 assert parameter.grad is not None
                 parameter.grad.data[3] = 7.0
-            watching.end(session)
+            watching.end()
         left = watching.left(1.0)
     assert found.count == guess
     assert left is None
