@@ -316,9 +316,8 @@ class Cursor:
         return True
 
     def go_on_with_pass(self) -> None:
-        """Go on with a pass that was begun in an epoch before."""
-        if not self.place.passes:
-            self.place = self.place._replace(passes=1)
+        """Go on, in an epoch without a pass of its own yet, with one that was begun in an epoch before."""
+        self.place = self.place._replace(passes=1)
 
     def end(self, epochs: int) -> None:
         """Note that all epochs are over: a loop that begins here has nothing to do again."""
@@ -341,7 +340,7 @@ class Cursor:
         self.whole = plan.position(step).size
         begin, end = even_share(self.whole, rank, size)
         self.samples = end - begin
-        batch = self._reader.read(plan, _Reading(step, rank, size))
+        batch = self._reader.read(plan, _BatchReading(step, rank, size))
         self.samples_of_all = self.whole
         if isinstance(batch, Drawn):
             self.samples = batch.samples if self.samples else 0
@@ -359,7 +358,7 @@ class Cursor:
         """Return a batch of the worker's in a pass that is over: one that it sees does not count."""
         plan = self._plan_for(size)
         step = max(self.place.batch, plan.start_step)
-        return self._reader.read(plan, _Reading(step, rank, size))
+        return self._reader.read(plan, _BatchReading(step, rank, size))
 
     def load_ahead(self, rank: int, size: int, seed: Callable[[int], None]) -> None:
         """Load the next batch of the pass before the loop asks for it; what raises does so where it does.
@@ -369,10 +368,10 @@ class Cursor:
             seed: seeds all generators for loading the batch of a number.
         """
         if not self.is_at_last:
-            self._reader.load_ahead(_Reading(self.place.batch, rank, size), seed)
+            self._reader.load_ahead(_BatchReading(self.place.batch, rank, size), seed)
 
 
-class _Reading(NamedTuple):
+class _BatchReading(NamedTuple):
     """Which batch is read: the number of its step in the plan, and the worker's and the job's numbers."""
 
     step: int
@@ -383,7 +382,7 @@ class _Reading(NamedTuple):
 class _Ahead(NamedTuple):
     """A batch that was loaded before its turn, or what loading it has raised."""
 
-    reading: _Reading
+    reading: _BatchReading
     batch: Any
     error: BaseException | None
 
@@ -398,7 +397,7 @@ class _Reader:
     def __init__(self, source: Source | None) -> None:
         self._source = source
         self._batches: Iterator[Any] = iter(())
-        self._next: _Reading | None = (
+        self._next: _BatchReading | None = (
             None  # what the iterator reads next; None where that is exhausted
         )
         self._ahead: _Ahead | None = None
@@ -407,7 +406,7 @@ class _Reader:
         """Read what follows by a new iterator."""
         self._next = None
 
-    def read(self, plan: SamplePlan, reading: _Reading) -> Any:
+    def read(self, plan: SamplePlan, reading: _BatchReading) -> Any:
         """Return a batch, read by the iterator that has read the one before, if there is one."""
         assert self._source is not None
         ahead, self._ahead = self._ahead, None
@@ -421,7 +420,7 @@ class _Reader:
         self._next = reading._replace(step=reading.step + 1)
         return next(self._batches)
 
-    def load_ahead(self, reading: _Reading, seed: Callable[[int], None]) -> None:
+    def load_ahead(self, reading: _BatchReading, seed: Callable[[int], None]) -> None:
         """Load a batch if it is the iterator's next one; what raises does so in `read`.
 
         Args:
@@ -440,7 +439,7 @@ class _Reader:
         self._next = reading._replace(step=reading.step + 1)
 
 
-def _shares(plan: SamplePlan, reading: _Reading) -> Iterator[Indices]:
+def _shares(plan: SamplePlan, reading: _BatchReading) -> Iterator[Indices]:
     """Yield a worker's shares from a step to the end of its epoch; the first sample where it has none."""
     step, rank, size = reading
     epoch = (at := plan.position(step)).epoch

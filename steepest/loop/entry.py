@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from steepest.loop.user_loop import UserLoop
 
 
-class Entry:
+class LoopEntry:
     """The way of a loop from its function's beginning to where a state is of.
 
     Where workers have shares of their own, one that joins while others gather behind a step or an epoch goes through

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from steepest.loop.user_loop import UserLoop
 
 
-class _Prepared(NamedTuple):
+class _AtPrepare(NamedTuple):
     """What `prepare` was given, by which later changes are known."""
 
     groups: list[list[int]] = []  # ids of the parameters of all optimizers' groups
@@ -40,7 +40,7 @@ class _Prepared(NamedTuple):
     shared: frozenset[int] = frozenset()  # ids of optimizers whose step() is that of all workers
 
     @classmethod
-    def of(cls, prepared: Prepared) -> _Prepared:
+    def of(cls, prepared: Prepared) -> _AtPrepare:
         """Return that of what was prepared."""
         groups = [each.param_groups for each in prepared.optimizers]
         stepped_by = [{id(p) for group in each for p in group["params"]} for each in groups]
@@ -98,7 +98,7 @@ class LoopSteps:
 
     def __init__(self, loop: UserLoop) -> None:
         self._loop = loop
-        self._prepared = _Prepared()
+        self._prepared = _AtPrepare()
         self.unseen = Unseen()
         self.trying: ByClosure | None = None
         self.read_state: Callable[[], list[Record]] | None = None
@@ -122,7 +122,7 @@ class LoopSteps:
         has_rows = self._has_rows if prepared.model.tables else None
         self.held = HeldGradients(prepared.optimizers, has_rows)
         self.schedules = Schedules(self._loop, prepared.schedulers)
-        self._prepared = _Prepared.of(prepared)
+        self._prepared = _AtPrepare.of(prepared)
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
             name = type(optimizer).__name__

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from steepest.core.models.loss_graph import Kind, Reduction, reductions, weighted
+from steepest.core.models.loss_graph import LossReduction, ReductionKind, reductions, weighted
 from steepest.core.models.losses import OURS
 
 DO_SUM = "give steepest.prepare(..., reduction='sum'), or take the mean"
@@ -77,7 +77,7 @@ class _Look(NamedTuple):
 
     samples: int
     passes: int  # backward passes
-    found: Mapping[_Key, Sequence[Reduction]]
+    found: Mapping[_Key, Sequence[LossReduction]]
 
 
 class LossLooks:
@@ -93,7 +93,7 @@ class LossLooks:
         self._batches = 0
         self._sizes: set[int] = set()
         self._looks: list[_Look] = []
-        self._present: dict[_Key, list[Reduction]] = {}
+        self._present: dict[_Key, list[LossReduction]] = {}
         self._passes = self._seen = 0
 
     def begin(self, epoch: int, samples: int) -> None:
@@ -177,7 +177,9 @@ def _compared(before: _Look, now: _Look, key: _Key) -> str | None:
     return None
 
 
-def _of_each(old: Sequence[Reduction], new: Sequence[Reduction], *, in_passes: bool) -> str | None:
+def _of_each(
+    old: Sequence[LossReduction], new: Sequence[LossReduction], *, in_passes: bool
+) -> str | None:
     """Return what is wrong with losses of single samples; `in_passes`: each has a backward pass."""
     factor, other = (sum(each.of_mean for each in every) / len(every) for every in (old, new))
     if not _is_near(factor, other) or new[0].inside:
@@ -187,25 +189,27 @@ def _of_each(old: Sequence[Reduction], new: Sequence[Reduction], *, in_passes: b
     return _ADDS_UP.format(f"a {new[0].name} of each sample", factor, len(old), len(new))
 
 
-def _make_a_mean(old: Sequence[Reduction], new: Sequence[Reduction], before: int, now: int) -> bool:
+def _make_a_mean(
+    old: Sequence[LossReduction], new: Sequence[LossReduction], before: int, now: int
+) -> bool:
     """Return whether means of parts of a batch make its mean together: of `before`, and of `now` samples."""
     counted = [sum(each.counted for each in every) for every in (old, new)]
     factors = [sum(each.of_mean for each in every) for every in (old, new)]
-    is_linear = not any(each.inside or each.kind is Kind.OTHER for each in new)
+    is_linear = not any(each.inside or each.kind is ReductionKind.OTHER for each in new)
     return is_linear and _is_near(*factors) and _is_near(counted[0] * now, counted[1] * before)
 
 
-def _wrong(old: Reduction, new: Reduction, before: int, now: int) -> str | None:
+def _wrong(old: LossReduction, new: LossReduction, before: int, now: int) -> str | None:
     """Return what is wrong with a reduction, of batches of `before` and `now` samples."""
     differ = not _is_near(before, now)
     follows = _is_near(old.size * now, new.size * before)  # has as many numbers for each sample
     if old.size == new.size and differ:
         return None  # of no samples
-    if differ and follows and (new.inside or new.kind is Kind.OTHER):
+    if differ and follows and (new.inside or new.kind is ReductionKind.OTHER):
         return _FUNCTION.format(new.inside or new.name, before, now)
-    if new.inside or new.kind is Kind.OTHER:
+    if new.inside or new.kind is ReductionKind.OTHER:
         return None
-    if new.kind is Kind.SUM:
+    if new.kind is ReductionKind.SUM:
         if differ and follows and new.factor and _is_near(old.factor, new.factor):
             return _ADDS_UP.format(f"a {new.name}", new.factor, before, now)
         others = not _is_near(old.divided * now, new.divided * before)

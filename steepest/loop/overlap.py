@@ -29,7 +29,7 @@ Leave = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 Seen = tuple[torch.Tensor, torch.Tensor | None, int]
 
 
-class _Watched(NamedTuple):
+class _WatchedBatch(NamedTuple):
     """What is known of a batch that is watched, see `Overlap.begin`."""
 
     weights: StepWeights
@@ -56,7 +56,7 @@ class Overlap:
 
     def __init__(self) -> None:
         # None while no batch is watched: torch keeps hooks where the garbage collector does not see them
-        self._watched: _Watched | None = None
+        self._watched: _WatchedBatch | None = None
         self._expected: dict[
             int, int
         ] = {}  # by entry: how often it was accumulated before the last step
@@ -89,7 +89,7 @@ class Overlap:
         self._counts, self._left = {}, {}
         self._is_wrong = False
         self._is_guessing = bool(leave) and not self._never and self._right >= self._needed
-        self._watched = _Watched(weights, unseen, leave)
+        self._watched = _WatchedBatch(weights, unseen, leave)
         unseen.happened = False
 
     def end(self, *, raised: bool = False) -> None:

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     whole: int  # samples of all workers
 
 
-class Batches:
+class TakenBatches:
     """The batches that a loop takes, and the epochs in which it does.
 
     Attributes:
@@ -56,10 +56,6 @@ class Batches:
         self.count = 0
         self.wanted: int | None = None
         self.epoch, self.left = 0, -1
-
-    def take(self) -> None:
-        """Take the pending batch."""
-        self.taken, self.pending = self.pending, None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class StepWeights:
         self.sum = SumWeights(loop.gatherer.total)
         self._batch = 0.0  # what the present one of the worker's own shares weighs
         self._passes = 0  # backward passes since the last step, when the present batch began
-        self._seen = 0, 0  # samples of the batches of the next step, on this worker and on all
+        # samples on this worker and on all: of the present batch, and of all batches of the next step
+        self._present = self._seen = 0, 0
 
     # -- shares of the worker's own ------------------------------------------------------------
 
@@ -60,11 +61,15 @@ class StepWeights:
         """Begin with the present batch, or round; return by what gradients before are to be multiplied, or None."""
         self.own = None
         learned, self._passes = len(self.losses.found) > self._passes, len(self.losses.found)
-        samples, whole = self._samples_in(cursor)
+        size = self._loop.job.size
+        if cursor.samples is None:  # a round has a sample of each worker
+            samples, whole = 1, size
+        else:
+            samples, whole = cursor.samples, cursor.whole
         before = (0, 0) if self.sum.has_ended else self._seen
-        self._seen = before[0] + samples, before[1] + whole
+        self._present, self._seen = (samples, whole), (before[0] + samples, before[1] + whole)
         kinds = {"sums": self._loop.prepared.sums, "learned": learned, "even": cursor.deals_evenly}
-        self.sum.begin(samples, cursor.samples_of_all, self._loop.job.size, **kinds)
+        self.sum.begin(samples, cursor.samples_of_all, size, **kinds)
         self.losses.looks.begin(self._loop.batches.epoch, cursor.samples or 0)
         self.weight, self.losses.scale = self.sum.weight, self.sum.scale
         if (factor := self.sum.rescale) is not None:
@@ -81,16 +86,10 @@ class StepWeights:
         self.weight, self.samples, self.whole = 0.0, 0, 0
         self.losses.found = []
 
-    def end_step_of(self, cursor: Cursor) -> None:
+    def begin_next_step(self) -> None:
         """Note that a step in the present batch is committed, or passed over since it is."""
         self.sum.step()
-        self._passes, self._seen = 0, self._samples_in(cursor)
-
-    def _samples_in(self, cursor: Cursor) -> tuple[int, int]:
-        """Return how many samples the present batch has, on this worker and on all; a round has one of each worker."""
-        if cursor.samples is None:
-            return 1, self._loop.job.size
-        return cursor.samples, cursor.whole
+        self._passes, self._seen = 0, self._present
 
     # -- what the loop says --------------------------------------------------------------------
 

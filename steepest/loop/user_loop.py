@@ -18,7 +18,7 @@ from steepest.core.models.scalars import as_number
 from steepest.errors import ConfigurationError
 from steepest.loop import counting
 from steepest.loop.cursor import Cursor, Pass
-from steepest.loop.entry import Entry
+from steepest.loop.entry import LoopEntry
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
 from steepest.loop.job_view import JobView
@@ -29,7 +29,7 @@ from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, line_of_user, watched
 from steepest.loop.mistakes import explained
 from steepest.loop.notices import Notices
-from steepest.loop.prepared import NOTHING, Ask, Batch, Batches, Prepared
+from steepest.loop.prepared import NOTHING, Ask, Batch, Prepared, TakenBatches
 from steepest.loop.script_settings import ScriptSettings, check_lengths, tell_of_schedules
 from steepest.loop.step_weights import StepWeights
 from steepest.loop.torch_clipping import watched as clipping_watched
@@ -79,9 +79,9 @@ class UserLoop:
         self.gatherer.begin_anew()
         self.steps.begin_anew()
         self.reports.begin_anew()
-        self.batches = Batches()
+        self.batches = TakenBatches()
         self.weights = StepWeights(self)
-        self.entry = Entry(self)
+        self.entry = LoopEntry(self)
         self.states = LoopStates(self, self.job)
 
     # -- for the worker's side -----------------------------------------------------------------
@@ -231,8 +231,8 @@ class UserLoop:
             self.states.let_objects_go()
             self.batches.count += 1
             self.weights.own = None
-            if not cursor.has_loader:
-                self._weigh_batch(cursor)
+            if not cursor.has_loader and (factor := self.weights.begin_batch(cursor)) is not None:
+                self._rescale(factor)
             self.seed_for(self.batches.epoch, region=Region.TOP)
             self.prepared.enter(first + self.batches.epoch)
             yield first + self.batches.epoch
@@ -390,7 +390,7 @@ class UserLoop:
             raise ConfigurationError(
                 "the loop goes on with a pass over the loader after it has begun another one: go through one at a time"
             )
-        else:
+        elif not cursor.place.passes:
             cursor.go_on_with_pass()
         if not cursor.has_more(self.job.size):
             if self.gatherer.region is not Region.END:
@@ -412,14 +412,15 @@ class UserLoop:
         self.gatherer.order = []
         self.batches.count += 1
         self.reports.count(cursor.samples or 0)
-        self._weigh_batch(cursor)
+        if (factor := self.weights.begin_batch(cursor)) is not None:
+            self._rescale(factor)
         return self.on_device(batch)
 
     def _end_step_of(self, cursor: Cursor, index: int) -> None:
         """Note that a step of an optimizer in the present batch is committed, or passed over since it is."""
         cursor.take_step()
         self.gatherer.begin_step(cursor.place.step)
-        self.weights.end_step_of(cursor)
+        self.weights.begin_next_step()
         self._end_sum(cursor, index)
 
     def _begin_pass(self, cursor: Cursor, own: Pass) -> None:
@@ -462,11 +463,8 @@ class UserLoop:
             stacklevel=2,
         )
 
-    def _weigh_batch(self, cursor: Cursor) -> None:
-        """Note what the present batch, or round, weighs in a sum of gradients of several."""
-        factor = self.weights.begin_batch(cursor)
-        if factor is None or self.prepared is NOTHING:
-            return
+    def _rescale(self, factor: float) -> None:
+        """Multiply gradients of batches before, which weigh less, or more, beside the present one."""
         self.prepared.model.rows.rescale(factor)
         with torch.no_grad():
             for parameter in (each for own in self.prepared.trained() for each in own):
@@ -530,7 +528,7 @@ class UserLoop:
                 self._tell_of_kept_batches(self.prepared.cursor)
             while self.batches.pending is None:
                 self.job.turns.ask(Ask.BATCH)
-            self.batches.take()
+            self.batches.taken, self.batches.pending = self.batches.pending, None
             self.weights.begin_step()
         if self.job.kind.local and self.batches.taken is not None:
             self.steps.schedules.catch_up(self._own_updates(self.batches.taken.where) - 1)

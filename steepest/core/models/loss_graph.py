@@ -33,7 +33,7 @@ _OTHERS = (
 )
 
 
-class Kind(enum.Enum):
+class ReductionKind(enum.Enum):
     """What a reduction makes of its numbers."""
 
     SUM = "sum"
@@ -42,7 +42,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class LossReduction:
     """An operation by which a loss makes one number of many.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reduction:
     """
 
     name: str
-    kind: Kind
+    kind: ReductionKind
     rows: int
     size: int
     counted: float
@@ -74,19 +74,19 @@ class Reduction:
     @property
     def of_mean(self) -> float:
         """By what the loss multiplies the mean of the numbers."""
-        return self.factor * (self.size if self.kind is Kind.SUM else 1)
+        return self.factor * (self.size if self.kind is ReductionKind.SUM else 1)
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What lies between a node and the loss, see `Reduction`."""
+    """What lies between a node and the loss, see `LossReduction`."""
 
     multiplied: float = 1.0
     divided: float = 1.0
     inside: str = ""
 
 
-def reductions(loss: torch.Tensor) -> Iterator[Reduction]:
+def reductions(loss: torch.Tensor) -> Iterator[LossReduction]:
     """Yield the known reductions of a loss, always in the same order for a loss that is computed in the same way.
 
     The search goes from the loss through operations on single numbers, to the first ones that make a number of many.
@@ -136,26 +136,29 @@ def _constant(node: Any, further: list[Any]) -> float | None:
     return float(number)
 
 
-def _reduction(node: Any, name: str, way: _Way) -> Reduction | None:
+def _reduction(node: Any, name: str, way: _Way) -> LossReduction | None:
     """Return the reduction that a node is; None if it is none that is known."""
-    is_torchs, kind = False, Kind.OTHER
+    is_torchs, kind = False, ReductionKind.OTHER
     if name in ("Sum", "Nansum", "Mean"):
-        kind = Kind.MEAN if name == "Mean" else Kind.SUM
+        kind = ReductionKind.MEAN if name == "Mean" else ReductionKind.SUM
         sizes = getattr(node, "_saved_self_sym_sizes", None)
         shape = tuple(node._saved_self.shape if sizes is None else sizes)
     elif (reduction := getattr(node, "_saved_reduction", 0)) and hasattr(node, "_saved_self"):
-        is_torchs, kind = True, Kind(_REDUCTIONS[reduction])
+        is_torchs, kind = True, ReductionKind(_REDUCTIONS[reduction])
         shape = tuple(node._saved_self.shape)
     elif name in _PRODUCTS and _is_number(node) and len(_further(node)) > 1:
-        kind, shape = Kind.SUM, tuple(node._saved_self.squeeze().shape)
+        kind, shape = ReductionKind.SUM, tuple(node._saved_self.squeeze().shape)
     elif name in _OTHERS and _is_number(node):
         shape = tuple(node._saved_self.shape)
     else:
         return None
     size = counted = math.prod(shape)
-    if kind is Kind.MEAN and (weight := getattr(node, "_saved_total_weight", None)) is not None:
+    if (
+        kind is ReductionKind.MEAN
+        and (weight := getattr(node, "_saved_total_weight", None)) is not None
+    ):
         counted = float(weight)
-    return Reduction(
+    return LossReduction(
         name if is_torchs else f"{name.removeprefix('Linalg').lower()}()",
         kind,
         shape[0] if shape else 0,
@@ -168,7 +171,7 @@ def _reduction(node: Any, name: str, way: _Way) -> Reduction | None:
     )
 
 
-def weighted(parts: torch.Tensor, gradient: torch.Tensor) -> Reduction | None:
+def weighted(parts: torch.Tensor, gradient: torch.Tensor) -> LossReduction | None:
     """Return the reduction that a backward pass of several numbers is; None if these have gradients of their own.
 
     Args:
@@ -180,7 +183,7 @@ def weighted(parts: torch.Tensor, gradient: torch.Tensor) -> Reduction | None:
         return None
     rows, size = len(parts), parts.numel()
     name = "backward(gradient)"
-    return Reduction(name, Kind.SUM, rows, size, size, factor, 1.0, "", False)
+    return LossReduction(name, ReductionKind.SUM, rows, size, size, factor, 1.0, "", False)
 
 
 def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
@@ -194,7 +197,7 @@ def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
         return None
     every = list(reductions(loss))
     for each in every:
-        if each.kind is not Kind.SUM or each.inside:
+        if each.kind is not ReductionKind.SUM or each.inside:
             continue
         is_scaled = each.factor != 1
         if is_scaled and (samples == 2 or abs(each.factor) < _NO_MEAN):
