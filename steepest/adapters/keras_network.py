@@ -78,8 +78,11 @@ class KerasNetwork:
         self._functions: dict[tuple[Any, ...], _Function] = {}
 
     def gradients(self, batch: Any, metrics: bool) -> BatchResult:
-        """Return loss and gradients of a batch in training mode, and metrics if they are wanted."""
-        # ModelError: the model writes to variables that servers train, or somebody has, or its loss depends on none.
+        """Return loss and gradients of a batch in training mode, and metrics if they are wanted.
+
+        Raises:
+            ModelError: a variable that servers train was written to, or the loss depends on none of them.
+        """
         self.variables.check_next()
         function, (loss, weight, samples, measured, gradients) = self._run(True, metrics, batch)
         if function.new:

@@ -76,8 +76,11 @@ class KerasVariables:
         return [name for name in self._shared if self._is_written(name)]
 
     def check_next(self) -> None:
-        """Check that one trained variable, another in each call (all take long), was assigned no other value."""
-        # Else ModelError.
+        """Check that one trained variable, another in each call (all take long), was assigned no other value.
+
+        Raises:
+            ModelError: the model has assigned one.
+        """
         name = self.trained[self._checked % len(self.trained)]
         self._checked += 1
         if name in self._shared and self._is_written(name):

@@ -40,8 +40,11 @@ class Flow:
         self.said: list[Any] = []
 
     def follow(self, closed: Any, inputs: Sequence[int]) -> list[int]:
-        """Return the set of each result of a closed jaxpr, given its inputs'."""
-        # ConfigurationError: something random is drawn.
+        """Return the set of each result of a closed jaxpr, given its inputs'.
+
+        Raises:
+            ConfigurationError: the function draws random numbers.
+        """
         known = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         for value in closed.consts:
             self.elementwise &= np.ndim(value) == 0

@@ -53,8 +53,12 @@ class OptaxRule:
         return jax.tree.map(lambda name: values.get(name, MaskedNode()), self.skeleton)
 
     def form(self, name: str, value: Any) -> Form:
-        """Return the keys, structure and shapes of a parameter's slice."""
-        # `value`: anything of its shape and JAX's dtype.
+        """Return the keys, structure and shapes of a parameter's slice.
+
+        Args:
+            name: of the parameter.
+            value: anything with the slice's shape and its dtype in JAX.
+        """
         form_key = name, value.shape, str(value.dtype)
         if form_key not in self._forms:
             abstract = self.tree({name: jax.ShapeDtypeStruct(value.shape, value.dtype)})
@@ -74,9 +78,10 @@ class OptaxRule:
     def advance(
         self, names: tuple[str, ...], values: Any, gradients: Any, states: Any, factor: Any
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Return the values and states of some slices after one update, times a factor."""
-        # States that are JAX's arrays must not be used again: the new ones take their memory, unless a tensor shares
-        # it.
+        """Return the values and states of some slices after one update, times a factor.
+
+        Do not use states that are JAX's arrays again: the new ones take their memory, unless a tensor shares it.
+        """
         values, states = self._advance(names, values, gradients, states, factor)
         return jax.block_until_ready((values, states))  # type: ignore[no-any-return]
 
@@ -166,8 +171,11 @@ class OptaxOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every tensor that has a gradient; call no closure."""
-        # ValueError: a tensor's state is not the transformation's.
+        """Update every tensor that has a gradient; call no closure.
+
+        Raises:
+            ValueError: a tensor's state is not the transformation's.
+        """
         for group in self.param_groups:
             pairs = zip(group["param_names"], group["params"], strict=True)
             chosen = [(name, tensor) for name, tensor in pairs if tensor.grad is not None]
@@ -201,8 +209,11 @@ class OptaxOptimizer(torch.optim.Optimizer):
         return self._forms[tensor]
 
     def _arrays(self, name: str, tensor: torch.Tensor, form: Form) -> list[Any]:
-        """Return a tensor's state as arrays in the same memory, in the transformation's order."""
-        # ValueError: it is none of its.
+        """Return a tensor's state as arrays in the same memory, in the transformation's order.
+
+        Raises:
+            ValueError: the state is not the transformation's.
+        """
         keys, _, shapes = form
         state = self.state[tensor]
         if state.keys() != set(keys):

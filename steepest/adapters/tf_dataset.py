@@ -76,8 +76,11 @@ class TensorFlowDataset:
             yield tf.nest.pack_sequence_as(self._dataset.element_spec, leaves)
 
     def _block(self, number: int) -> list[Any]:
-        """Return the leaves of a block of elements, each an array; the last two are kept."""
-        # ConfigurationError: it ends early.
+        """Return the leaves of a block of elements, each an array; the last two are kept.
+
+        Raises:
+            ConfigurationError: the data set ends before the block.
+        """
         import tensorflow as tf
 
         if number not in self._kept:

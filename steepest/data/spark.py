@@ -88,8 +88,11 @@ class ParquetRows:
             )
 
     def _check_file(self, name: str) -> list[int]:
-        """Return the rows of a file's row groups."""
-        # ConfigurationError: a column is missing, or no numbers, or nothing in a row.
+        """Return the rows of a file's row groups.
+
+        Raises:
+            ConfigurationError: a column is missing, has no numbers, or lacks the value of a row.
+        """
 
         def check(file: Any) -> list[int]:
             schema, metadata = file.schema_arrow, file.metadata
@@ -116,8 +119,11 @@ class ParquetRows:
         return list(dict.fromkeys((*self._features, self._target)))
 
     def _read(self, block: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return features and target of a row group; the last two are kept."""
-        # ConfigurationError: the file is gone or was changed, a value is missing, or arrays differ in length.
+        """Return features and target of a row group; the last two are kept.
+
+        Raises:
+            ConfigurationError: the file was removed or changed, a value is missing, or arrays differ in length.
+        """
         import pyarrow
 
         if block not in self._kept:
@@ -255,8 +261,11 @@ class _Directory:
         return names
 
     def read(self, name: str, use: Callable[[Any], T]) -> T:
-        """Return what a function makes of an open file; it may be called again."""
-        # OSError, pyarrow.ArrowException: unreadable.
+        """Return what a function makes of an open file; it may be called again.
+
+        Raises:
+            OSError, pyarrow.ArrowException: the file is unreadable.
+        """
         from pyarrow import parquet
 
         def opened() -> T:

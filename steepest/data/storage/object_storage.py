@@ -275,9 +275,11 @@ class ObjectStorage:
         """Do nothing: `discard` has removed this writer's objects, others may be another driver's."""
 
     def _once(self, step: str, url: ObjectUrl, call: Callable[[], T]) -> Callable[[], T]:
-        """Return a function that makes a call and waits for it for as long as a call may take."""
-        # Its errors, FileNotFoundError, FileExistsError and StorageError, have the step, the URL and what the client
-        # says, less credentials.
+        """Return a function that makes a call and waits for it for as long as a call may take.
+
+        Its errors, FileNotFoundError, FileExistsError and StorageError, name the step and the URL, and have the
+        client's text without credentials.
+        """
 
         def once() -> T:
             answer = _answer(call, self._patience.call)
@@ -295,8 +297,7 @@ class ObjectStorage:
         return self._persistently(self._once(step, url, call))
 
     def _persistently(self, attempt: Callable[[], T]) -> T:
-        """Make attempts until one succeeds, or fails in a way that stays, or too long has passed."""
-        # Raise the last's error.
+        """Make attempts until one succeeds, fails for good, or `patience` has passed; raise the last one's error."""
         since, pause = None, self._patience.pause
         while True:
             try:
