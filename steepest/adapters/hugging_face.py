@@ -98,7 +98,7 @@ class HuggingFaceModel(TorchModel):
         return super().source(data, batch_size)
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
-        """Have the Trainer's state say where training is, see `steepest.core.models.protocol.Model`."""
+        """Set the place of training in the Trainer's state, see `steepest.core.models.protocol.Model`."""
         state = self._trainer.state
         state.global_step = where.step
         if where.epoch is not None:

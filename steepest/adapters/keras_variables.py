@@ -64,7 +64,7 @@ class KerasVariables:
         variable.assign(as_tensorflow(value.detach().clone(memory_format=torch.contiguous_format)))
 
     def attach(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Have all trained variables share memory with views of a flat vector, by name."""
+        """Let all trained variables share memory with views of a flat vector, by name."""
         # TensorFlow copies a shared value before it writes to it, so that no write reaches the vector.
         for name, view in views.items():
             tensor = as_tensorflow(view)

@@ -185,7 +185,7 @@ class LightningModel(TorchModel):
 
     @contextlib.contextmanager
     def _logging(self) -> Iterator[None]:
-        """Have the module's `log` keep values here, inside of this context."""
+        """Keep what the module logs here, inside of this context."""
         computed = []  # reset at the end: those of a MetricCollection may share their state
 
         def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:

@@ -15,7 +15,7 @@ class SyncedState(NamedTuple):
 
 
 class Synced:
-    """A transformation whose parameters are the fast ones of one that updates `optax.LookaheadParams`."""
+    """A transformation of the fast parameters of another one, which updates `optax.LookaheadParams`."""
 
     # Zhang et al. 2019, Lookahead Optimizer: k steps forward, 1 step back, arXiv:1907.08610.
 

@@ -116,7 +116,7 @@ def _distinct(keys: Sequence[str]) -> bool:
 
 
 class _TensorState(MutableMapping[str, torch.Tensor]):
-    """One tensor's state by key: JAX's arrays from step to step, tensors for whoever asks."""
+    """One tensor's state by key: kept as JAX's arrays, and read as tensors."""
 
     def __init__(self, arrays: dict[str, Any]) -> None:
         self.arrays = arrays

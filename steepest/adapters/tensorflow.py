@@ -144,7 +144,7 @@ class TensorFlowModel(Model):
         self.move(weights)
 
     def move(self, weights: torch.Tensor) -> None:
-        """Have trained variables lie in another vector; see `Model.move`."""
+        """Move trained variables into another vector; see `Model.move`."""
         self._vector = weights
         self._variables.attach(
             {
@@ -294,7 +294,7 @@ def _pack(places: Any, arrays: Any) -> Any:
 
 
 class _Packed:
-    """A source whose batches' arrays are put into a structure."""
+    """A source that puts the arrays of another one's batches into a structure."""
 
     def __init__(self, source: Source, places: Any) -> None:
         self.size = source.size

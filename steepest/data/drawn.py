@@ -80,7 +80,7 @@ class DrawnSource:
             raise ConfigurationError(f"the DataLoader's sampler ({name}) draws nothing")
 
     def enter(self, epoch: int) -> None:
-        """Have the sampler know the epoch that the loop enters, if it asks for that."""
+        """Call the sampler's `set_epoch`, if it has one, with the epoch that the loop enters."""
         self._is_told = True
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)

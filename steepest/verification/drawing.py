@@ -52,7 +52,7 @@ class Draws:
         self._calls = 0
 
     def begin_batch(self, rows: Sequence[int]) -> None:
-        """Have the next draws be of a batch with these samples."""
+        """Draw for a batch with these samples from now on."""
         self.rows, self._calls = rows, 0
 
     def generators(self, shape: Sequence[int]) -> list[torch.Generator] | None:
@@ -67,7 +67,7 @@ class Draws:
 
 @contextlib.contextmanager
 def put_aside(draws: Draws, *, drops: bool = False) -> Iterator[None]:
-    """Have random numbers be drawn by sample, and nothing depend on the other samples of a batch, in this context.
+    """Draw random numbers by sample in this context, so that no sample depends on others of its batch.
 
     Args:
         draws: what is drawn.
@@ -253,7 +253,7 @@ def _in_place(original: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
 
 
 def _seeding_samples(original: Callable[..., None]) -> Callable[..., None]:
-    """Have the data sets of loaders draw by the number of the sample."""
+    """Let the data sets of loaders draw by the number of the sample."""
 
     def begin(self: Any, dataset: Any, *arguments: Any, **named: Any) -> None:
         kind = type(dataset)

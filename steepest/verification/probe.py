@@ -188,7 +188,7 @@ class _Probe:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Have what is no call of this library's be noted too, in this context."""
+        """Note in this context also what the script does without a call of this library."""
         backward, iterate = torch.Tensor.backward, DataLoader.__iter__
         save, show = torch.save, warnings.showwarning
         enter, length = torch.autocast.__enter__, DataLoader.__len__
@@ -214,7 +214,7 @@ class _Probe:
     # -- what it is told of --------------------------------------------------------------------
 
     def calls(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Have the training loader give larger batches, if the run says so, see `steepest.loop.calls.CallListener`."""
+        """Replace the training loader by one of larger batches, if the run says so; see `CallListener`."""
         loaders = [each for each in arguments if isinstance(each, DataLoader)]
         if name != "prepare" or not loaders or self._watched.batches == 1:
             return arguments
@@ -715,7 +715,7 @@ def _digest_of_generators() -> str:
 
 
 def print_to(path: Path) -> None:
-    """Have this process print to a file."""
+    """Redirect what this process prints to a file."""
     sys.stdout.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
@@ -730,7 +730,7 @@ def _here() -> _Probe | None:
 
 
 def _patch_once() -> None:
-    """Have torch tell of backward passes, loaders that begin, and files that are saved."""
+    """Patch torch to report backward passes, loaders that begin, and files that are saved."""
     backward: Callable[..., Any] = torch.Tensor.backward
     iterate, save, enter = DataLoader.__iter__, torch.save, torch.autocast.__enter__
     length = DataLoader.__len__
@@ -782,7 +782,7 @@ def _patch_once() -> None:
 
 @functools.lru_cache(maxsize=1)
 def _hear_of_files() -> None:
-    """Have Python tell of files that are opened for writing, for as long as this process lives."""
+    """Let Python report files that are opened for writing, until this process ends."""
     sys.addaudithook(_heard)
 
 

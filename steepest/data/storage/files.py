@@ -53,7 +53,7 @@ class Storage(Protocol[P]):
         """Return what a small file holds; FileNotFoundError: there is none."""
 
     def on_disk(self, file: P) -> contextlib.AbstractContextManager[Path]:
-        """Have a file on this machine's disk during a block; FileNotFoundError: there is none."""
+        """Provide a file on this machine's disk during a block; FileNotFoundError: there is none."""
 
     def write(self, file: P, blocks: Blocks) -> None:
         """Write a file in blocks; return when it is durable; a reader may see it unfinished.
@@ -93,7 +93,7 @@ class Storage(Protocol[P]):
         """Remove what a write that failed has written, if nothing else does; raises nothing."""
 
     def remove_unfinished(self, folder: P) -> None:
-        """Remove the folder of a write that failed, if nobody else writes there; raises nothing."""
+        """Remove the folder of a write that failed, if no other process writes there; raises nothing."""
 
 
 class LocalStorage:

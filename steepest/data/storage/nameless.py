@@ -1,4 +1,4 @@
-"""Files without a name, which are gone with the process that has them open, however it ends."""
+"""Files without a name: the system removes them when the process that has them open ends."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def on_disk(self, file: ObjectUrl) -> Iterator[Path]:
-        """Have a copy of an object as a temporary file, which is removed after the block."""
+        """Copy an object into a temporary file, which is removed after the block."""
         look = self._once("looking for", file, lambda: self._filesystem.info(str(file)))
         size = int(self._persistently(look)["size"])
         try:
