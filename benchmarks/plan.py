@@ -124,7 +124,6 @@ def measured_at_once(orders: Orders, workload: Slowly, place: str) -> None:
             "loading": found.loading,
             "variation": found.variation,
             "processor": found.processor,
-            "needed": dict(found.needed),
             "ready": dict(found.ready),
             "costs": vars(found.costs),
         }
@@ -151,8 +150,7 @@ def profile_of(spaces: Sequence[Namespace], workload: Slowly, own: Profile) -> P
         return statistics.median(values)
 
     numbers = {
-        name: median(name)
-        for name in ("seconds", "loading", "variation", "processor", "needed", "ready")
+        name: median(name) for name in ("seconds", "loading", "variation", "processor", "ready")
     }
     return replace(own, costs=Costs(**median("costs")), **numbers)
 

@@ -42,7 +42,7 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.planning.events import Links
 from steepest.planning.profile import Costs, Profile
-from steepest.planning.roles import STAGED, STREAMED, STREAMED_STEPS, SendingSchedule
+from steepest.planning.roles import STAGED, STREAMED, SendingSchedule
 from steepest.planning.simulation import make_job, predict, predict_job
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
@@ -95,11 +95,10 @@ def published_profile(
     layers: Sequence[Layer], samples: int, seconds: float, costs: Costs | None = None
 ) -> Profile:
     """Return the profile of a model of which layers, samples of a batch and seconds of a pass are known."""
-    # a third of the pass is the forward pass
+    # a third of the pass is the forward pass, of which nothing is sent
     work = sum(share for *_, share in layers)
-    needed, ready, before = {}, {}, 0.0
+    ready, before = {}, 0.0
     for name, _, share in layers:
-        needed[name] = seconds / 3 * before / work
         ready[name] = seconds * (1 - 2 / 3 * before / work)
         before += share
     parameters = [(name, (int(1e6 * size),), torch.float32, True) for name, size, _ in layers]
@@ -111,9 +110,7 @@ def published_profile(
             parameters, chunk_bytes=cut.chunk_bytes, fragments=cut.fragments
         )
 
-    return Profile(
-        samples, seconds, needed, ready, layout, spec, costs=costs or Costs(), on_device=True
-    )
+    return Profile(samples, seconds, ready, layout, spec, costs=costs or Costs(), on_device=True)
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ def placed(
 
 
 def ray_sgd(
-    workers: int, gpus: int, name: str, each: float, schedule: SendingSchedule = STREAMED_STEPS
+    workers: int, gpus: int, name: str, each: float, schedule: SendingSchedule = STREAMED
 ) -> float:
     """Return the predicted images/s of workers with so many GPUs each, given the seconds of the store for a byte.
 
@@ -189,7 +186,7 @@ def show_ray_sgd() -> None:
     for (workers, gpus, name), published in RAY.items():
         found = [
             ray_sgd(workers, gpus, name, seconds, schedule)
-            for seconds, schedule in ((each, STREAMED_STEPS), (each, OURS), (1.5e-10, OURS))
+            for seconds, schedule in ((each, STREAMED), (each, OURS), (1.5e-10, OURS))
         ]
         cells = " | ".join(f"{images:,.0f}" for images in found)
         print(f"| {workers} x {gpus}, {name} | {published} | {cells} |", flush=True)
@@ -201,7 +198,7 @@ def show_ray_sgd() -> None:
 def horovod(
     model: str,
     hosts: int,
-    schedule: SendingSchedule = STREAMED_STEPS,
+    schedule: SendingSchedule = STREAMED,
     *,
     chunk_bytes: int | None = None,
 ) -> float:

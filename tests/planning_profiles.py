@@ -26,13 +26,12 @@ def made_up(
     Args:
         seconds: of a pass.
         layers: of a chunk each.
-        at_end: whether all gradients are ready at the end of the pass and all weights needed at its beginning;
-            otherwise the forward pass takes a third, and each layer an equal part of both.
+        at_end: whether all gradients are ready at the end of the pass; otherwise the forward pass takes a third,
+            and each layer an equal part of the rest.
         costs, settings: as of `Profile`.
     """
     names = [f"layer{number:03}" for number in range(layers)]
     parameters = [(name, (MEGABYTE // 4,), torch.float32, True) for name in names]
-    needed = {name: 0.0 if at_end else seconds / 3 * at / layers for at, name in enumerate(names)}
     ready = {
         name: seconds if at_end else seconds * (1 - 2 / 3 * at / layers)
         for at, name in enumerate(names)
@@ -47,7 +46,6 @@ def made_up(
     return Profile(
         samples=32,
         seconds=seconds,
-        needed=needed,
         ready=ready,
         layout=layout,
         spec=spec,

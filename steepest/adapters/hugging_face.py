@@ -17,7 +17,7 @@ from steepest.adapters.hugging_face_trainer import (
     plain_loader,
 )
 from steepest.core.data.protocol import Source
-from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
+from steepest.core.models.protocol import Computed, Ready, Where
 from steepest.core.models.step_size import step_size
 from steepest.core.models.torch import Metric
 from steepest.core.optim.detached_schedule import DetachedSchedule
@@ -105,12 +105,10 @@ class HuggingFaceModel(TorchModel):
             begun = where.ranges[0][0] if where.ranges else 0
             state.epoch = where.epoch + begun / (self.data.size or 1)
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Run a forward and a backward pass in training mode, in which `from_pretrained` leaves no model."""
         self.module.train()
-        return super().compute_gradients(batch, ready, metrics, arrive)
+        return super().compute_gradients(batch, ready, metrics)
 
     def evaluate(self, batch: Any) -> Computed:
         """Return loss and metrics in evaluation mode.

@@ -12,7 +12,6 @@ from steepest.adapters.optax_rules import optax_spec
 from steepest.core.data.protocol import Source
 from steepest.core.models.losses import samples_of
 from steepest.core.models.protocol import (
-    Arrive,
     Computed,
     Model,
     Ready,
@@ -226,14 +225,11 @@ class JaxModel(Model):
         state = {name: to_numpy(value) for name, value in self._state.items()}
         return trained, values, jax.tree.map(state.__getitem__, self._state_skeleton)
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Compute a batch's loss and gradients.
 
         See `steepest.core.models.protocol.Model.compute_gradients`.
         """
-        arrive(None)
         seed = np.array(divmod(torch.initial_seed(), 1 << 32), np.uint32)  # of step and share
         batch = _to_numpy(batch)
         with on_cpu(self._x64):

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from steepest.core.data.protocol import Source
 from steepest.core.models.metric_states import is_metric
-from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
+from steepest.core.models.protocol import Computed, Ready, Where
 from steepest.core.models.scalars import describe
 from steepest.core.models.step_size import step_size
 from steepest.core.optim.detached_schedule import DetachedSchedule
@@ -122,11 +122,9 @@ class LightningModel(TorchModel):
         self._index["validation_step"] = 0
         return super().source(data, batch_size)
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Run the module's `training_step` and a backward pass; its hooks see the batch before and after it moves."""
-        return super().compute_gradients(self._hooked(0, batch), ready, metrics, arrive)
+        return super().compute_gradients(self._hooked(0, batch), ready, metrics)
 
     def _hooked(self, number: int, batch: Any, *more: Any) -> Any:
         """Return a batch as a hook of those of batches makes it, if it is overridden."""

@@ -11,7 +11,6 @@ import torch
 from steepest.adapters.tf_dataset import TensorFlowDataset
 from steepest.core.data.protocol import Source
 from steepest.core.models.protocol import (
-    Arrive,
     Computed,
     Model,
     Ready,
@@ -153,11 +152,8 @@ class TensorFlowModel(Model):
             }
         )
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Compute a batch's gradients in one graph; see `Model.compute_gradients`."""
-        arrive(None)
         result = self._network.gradients(batch, metrics)
         weight = checked_weight(result.weight)
         for name, gradient in result.gradients.items():

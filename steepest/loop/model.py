@@ -20,7 +20,7 @@ from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.models.names import plain
-from steepest.core.models.protocol import Arrive, Computed, PastShare, Ready, Where, all_here
+from steepest.core.models.protocol import Computed, PastShare, Ready, Where
 from steepest.core.models.step_size import step_size
 from steepest.core.optim.portable import Record
 from steepest.core.optim.portable import unpack as unpack_state
@@ -342,15 +342,12 @@ class LoopModel(TorchModel):
         self._weight = self.loop.weights.weight
         self._write(index, parameter, gradient, view, self._ready)
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Let the user's loop go on with a batch up to its `optimizer.step()`, and take the gradients.
 
         See `steepest.core.models.protocol.Model.compute_gradients`. Where it takes no step there is no
         gradient: an update in which no worker has one changes nothing.
         """
-        arrive(None)
         session, loop = self.session, self.loop
         samples, whole = (1, 1) if self._share is None else self._share
         self._begin_anew_if_undone()

@@ -32,7 +32,6 @@ from steepest.core.engine.worker import Worker
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.gradients import Push
 from steepest.core.messages.message import Message, Peer, PushId
-from steepest.core.models.protocol import all_here
 from steepest.core.models.step_size import StepSize
 from steepest.core.status import Status
 from steepest.core.system import system
@@ -110,7 +109,6 @@ def measure(
     return Profile(
         samples=model.batch_size,
         seconds=total,
-        needed=_medians(rows, before, lambda row: row.needed, 0.0, total),
         ready=_medians(rows, before, lambda row: row.ready, total, total),
         layout=layout,
         spec=spec,
@@ -162,7 +160,6 @@ class _MeasuredPass:
     def __init__(self) -> None:
         self.seconds = self.loading = self.applying = self.handling = 0.0
         self.processor = self.on_thread = 0.0  # of the pass, on all threads and on its own
-        self.needed: dict[int, float] = {}
         self.ready: dict[int, float] = {}
 
 
@@ -229,20 +226,15 @@ class _MeasuredJob:
         model, now, rows = self.model, self._now, self._rows
         compute = model.compute_gradients
 
-        def timed(batch: Any, ready: Any, metrics: bool, arrive: Any = all_here) -> Any:
+        def timed(batch: Any, ready: Any, metrics: bool) -> Any:
             row, began = _MeasuredPass(), now()
             processor, on_thread = time.process_time(), time.thread_time()
-
-            def arriving(entry: int | None) -> None:
-                if entry is not None:
-                    row.needed.setdefault(entry, now() - began)
-                arrive(entry)
 
             def readied(entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
                 row.ready[entry] = now() - began
                 ready(entry, weight, present, chunk)
 
-            computed = compute(batch, readied, metrics, arriving)
+            computed = compute(batch, readied, metrics)
             row.seconds = now() - began
             row.processor = time.process_time() - processor
             row.on_thread = time.thread_time() - on_thread

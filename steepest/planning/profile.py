@@ -50,7 +50,6 @@ class Profile:
         samples: of one batch of a worker.
         seconds: of one forward and backward pass over such a batch.
         loading: seconds until a batch is loaded.
-        needed: by parameter, after how many seconds the forward pass first needs it, all other weights being there.
         ready: by parameter, after how many seconds its gradient is complete.
         layout: returns how the parameters lie in chunks, cut in a given way.
         spec: the model's optimizer.
@@ -67,7 +66,6 @@ class Profile:
 
     samples: int
     seconds: float
-    needed: Mapping[str, float]
     ready: Mapping[str, float]
     layout: Callable[[ChunkSpec], ParameterLayout]
     spec: OptimizerSpec

@@ -45,18 +45,14 @@ class SendingSchedule(NamedTuple):
         streams: whether the new weights of a chunk leave as soon as its gradients are added up, rather than when the
             update is committed.
         installs: whether weights that came early are used from the commit on only, of which each worker gets a message.
-        overlaps: whether a pass begins with its first weights, rather than when all are there.
     """
 
     streams: bool = False
     installs: bool = False
-    overlaps: bool = True
 
 
-#: A chunk's result leaves at once, as in parameter servers that know of no commit (ps-lite, BytePS).
+#: A chunk's result leaves at once, as in systems that know of no commit (ps-lite, BytePS, Horovod, Ray SGD).
 STREAMED = SendingSchedule(streams=True)
-#: The same, but the next pass begins when the whole step's results are there (Horovod, Ray SGD).
-STREAMED_STEPS = SendingSchedule(streams=True, overlaps=False)
 #: Weights leave early, and are installed at the commit.
 STAGED = SendingSchedule(streams=True, installs=True)
 
@@ -84,9 +80,8 @@ class Sizes:
         pulled = self._topology.pull_codec
         self._changes = [None if pulled is None else pulled.size(layout, c) for c in layout.chunks]
         self._everywhere = codec is not None and codec.everywhere
-        # (seconds, chunk) by time: when a pass needs a chunk first, and when its gradient is complete
-        self.needs = _by_time(layout, profile.needed, min)
-        self.ready = _held_back(_by_time(layout, profile.ready, max), self._holders, profile)
+        # (seconds, chunk) by time: when its gradient is complete
+        self.ready = _held_back(_by_time(layout, profile.ready), self._holders, profile)
         self.codec = CodecCosts() if codec is None else profile.codec_costs(codec)
         self.pull_codec = CodecCosts() if pulled is None else profile.codec_costs(pulled)
 
@@ -136,9 +131,7 @@ class ModelledServer:
         self._stages_each = job.stages_each
         self._streams = schedule.streams and not self._stages_each
         self._everyone = [(worker, 0) for worker in range(job.num_workers if self._streams else 0)]
-        # first layers first, as the next forward pass needs them
-        held = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
-        self._order = held[::-1]
+        self._order = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
         self._members = job.num_workers
         self._generation = 0
         self._counts: Counter[tuple[int, ...]] = (
@@ -257,10 +250,9 @@ class ModelledWorker:
         self._leases_samples = job.leases_samples
         together = job.needs_all and job.num_workers > 1
         self._installs = schedule.streams and schedule.installs and together
-        self._early = together and not strategy.local and schedule.overlaps
         self._trained = layout.trainable_chunks
         self._serves = serves  # its process holds chunks, and others wait for it
-        self._needs, self._ready = sizes.needs, sizes.ready
+        self._ready = sizes.ready
         self._generation = self._limit = self._sequence = 0
         self._lease: Lease | None = None
         # equal workers would stay in step for ever, and find links free that others use meanwhile
@@ -268,7 +260,7 @@ class ModelledWorker:
         self._variation = max(profile.variation, least) if job.num_workers > 1 else 0.0
         self._random, self._pace = random.Random(index), 1.0
         self._here = dict.fromkeys(self._trained, 0)  # by chunk, the version of its weights
-        self._newest = self._committed = 0
+        self._committed = 0
         self._device = (
             0.0  # when a device that computes beside the thread has done what it was given
         )
@@ -295,7 +287,6 @@ class ModelledWorker:
         if size and self._sizes.pull_codec.unpacked:
             self.process.spend(self._sizes.plain[chunk] * self._sizes.pull_codec.unpacked)
         self._here[chunk] = max(self._here[chunk], version)
-        self._newest = max(self._newest, version)
 
     def install(self, version: int) -> None:
         """Note that a version is committed; its weights may have come before."""
@@ -323,16 +314,10 @@ class ModelledWorker:
             if self._profile.loading:
                 yield self._profile.loading  # the next batch, while weights are awaited
             if not self._strategy.delay:
-                yield partial(self._may_begin, version + 1)
+                yield partial(self._has_all, version + 1)
 
     def _may_take(self, version: int) -> bool:
         return self._limit > version
-
-    def _may_begin(self, version: int) -> bool:
-        """Return whether a share can begin: with its first weights, if it can wait for the others."""
-        if not self._early:
-            return self._has_all(version)
-        return self._newest >= version and self._has(version, ())
 
     def _has_all(self, version: int) -> bool:
         """Return whether all weights are here that the update to a version changes."""
@@ -359,14 +344,6 @@ class ModelledWorker:
             self._push_nothing(version, exchanged)
             return
         done, self._pace, self._device = 0.0, self._draw(), self.process.cursor
-        here = self._here
-        for at, chunk in self._needs if self._early else ():
-            if here[chunk] < version:
-                yield from self._compute(at - done)
-                done = max(done, at)
-                if here[chunk] < version:
-                    yield partial(self._has, version, (chunk,))
-                    self._device = max(self._device, self.process.cursor)
         for at, chunk in self._ready:
             if at > done:
                 yield from self._compute(at - done)
@@ -443,14 +420,12 @@ class ModelledWorker:
         self.to_coordinator(self.process, worker_peer(self.index), report.pack())
 
 
-def _by_time(
-    layout: ParameterLayout, times: Mapping[str, float], choose: Callable[..., float]
-) -> list[tuple[float, int]]:
-    """Return (seconds, chunk) of all trained chunks, by time, given seconds by parameter."""
+def _by_time(layout: ParameterLayout, times: Mapping[str, float]) -> list[tuple[float, int]]:
+    """Return (seconds, chunk) of all trained chunks, by the time at which the last of their parameters is ready."""
     by_time = []
     for index in layout.trainable_chunks:
         names = [layout.entries[piece.entry].name for piece in layout.chunks[index].slices]
-        by_time.append((choose(times.get(name, 0.0) for name in names), index))
+        by_time.append((max(times.get(name, 0.0) for name in names), index))
     return sorted(by_time)
 
 

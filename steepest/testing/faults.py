@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from steepest.core.engine.job import ModelCreator
+from steepest.core.engine.replicas import drop
 from steepest.core.messages.message import Kind, Peer
-from steepest.core.models.protocol import Arrive, Computed, Model
+from steepest.core.models.protocol import Computed, Model
 from steepest.errors import ConfigurationError
 
 #: A moment in a step. Of a worker: "forward", as the forward pass begins; "backward", as the first
@@ -266,8 +267,8 @@ def _first(role: str) -> Moment:
     return "push" if role == "server" else "forward"
 
 
-#: Called with a worker's step, the moment in it, and a function that returns when weights are here.
-Reached = Callable[[int, Moment, Arrive], None]
+#: Called with a worker's step and the moment in it.
+Reached = Callable[[int, Moment], None]
 
 
 class Clock:
@@ -290,20 +291,16 @@ class Clock:
         compute = model.compute_gradients
         self._last = model
 
-        def watched(
-            batch: Any, ready: Any, metrics: bool, arrive: Arrive | None = None
-        ) -> Computed:
-            if arrive is None:  # a warm-up
+        def watched(batch: Any, ready: Any, metrics: bool) -> Computed:
+            if model is not self._last or ready is drop:  # which a warm-up gives
                 return compute(batch, ready, metrics)
-            if model is not self._last:
-                return compute(batch, ready, metrics, arrive)
             self.step, batch_number = divmod(self._begun, self._batches)
             self._begun += 1
             self.computing = True
             try:
                 if batch_number + 1 < self._batches:
-                    return compute(batch, ready, metrics, arrive)
-                return self._compute_reporting(model, compute, batch, ready, metrics, arrive)
+                    return compute(batch, ready, metrics)
+                return self._compute_reporting(model, compute, batch, ready, metrics)
             except BaseException:
                 self._begun = (self.step + 1) * self._batches  # the step is over
                 raise
@@ -319,7 +316,6 @@ class Clock:
         batch: Any,
         ready: Any,
         metrics: bool,
-        arrive: Arrive,
     ) -> Computed:
         """Compute a gradient, and report the moments of the step meanwhile."""
         missing = {index for index, entry in enumerate(model.layout.entries) if entry.trainable}
@@ -328,23 +324,18 @@ class Clock:
         def reported(entry: int, *about: Any) -> None:
             self._stretch()
             if len(missing) == everything:
-                self._reached(self.step, "backward", arrive)
+                self._reached(self.step, "backward")
             if missing == {entry}:
-                self._reached(self.step, "push", arrive)
+                self._reached(self.step, "push")
             missing.discard(entry)
             ready(entry, *about)
             self._mark = time.perf_counter()
 
-        def arrived(entry: int | None) -> None:
-            self._stretch()
-            arrive(entry)
-            self._mark = time.perf_counter()
-
-        self._reached(self.step, "forward", arrive)
+        self._reached(self.step, "forward")
         self._mark = time.perf_counter()
-        computed = compute(batch, reported, metrics, arrived)
+        computed = compute(batch, reported, metrics)
         self._stretch()
-        self._reached(self.step, "report", arrive)
+        self._reached(self.step, "report")
         return computed
 
     def _stretch(self) -> None:

@@ -14,7 +14,6 @@ from steepest.core.engine.job import ModelCreator
 from steepest.core.engine.server import Server
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import Peer, worker_peer
-from steepest.core.models.protocol import Arrive
 from steepest.core.transport.router import Role, Router
 from steepest.errors import ConfigurationError
 from steepest.testing.faults import COMPUTING, Clock, Fault, Moment, WatchedCreator
@@ -107,7 +106,7 @@ class _ProcessScript:
         own = worker_peer(worker)
         life = _LIVES[self.lives, own] = _Life(self.lives, own)
 
-        def reached(step: int, moment: Moment, arrive: Arrive) -> None:
+        def reached(step: int, moment: Moment) -> None:
             if moment == "forward":
                 clock.factor = max(
                     (f.factor for f in self.faults if f.slows(own, life.number, step)), default=1.0

@@ -10,7 +10,6 @@ from typing import Protocol
 from steepest.core.engine.job import ModelCreator
 from steepest.core.engine.server import Server
 from steepest.core.messages.message import Kind, Message, Peer, worker_peer
-from steepest.core.models.protocol import Arrive
 from steepest.core.protocol.coordinator import Coordinator
 from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, ShutdownError
@@ -80,7 +79,7 @@ class FaultScript:
     def _make_clock(self, worker: int) -> Clock:
         own, life = worker_peer(worker), self._life(worker_peer(worker))
 
-        def reached(step: int, moment: Moment, arrive: Arrive) -> None:
+        def reached(step: int, moment: Moment) -> None:
             router = self._cluster.router(own)
             if life != self._life(own) or not self._cluster.network.runs(router):
                 raise ShutdownError("the process is dead")
@@ -88,10 +87,7 @@ class FaultScript:
                 self._set_pace(own, step)
             for fault in self._due(own, step, moment):
                 if fault.what == "hang":
-                    try:
-                        arrive(None)  # all weights come now, since the pass is computed to its end
-                    finally:
-                        self._cluster.network.hang(router, fault.rounds)
+                    self._cluster.network.hang(router, fault.rounds)
                     continue
                 self._act(own, fault)
                 if fault.what == "kill":

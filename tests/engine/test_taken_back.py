@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from steepest.core.engine.topology import HostMap
-from steepest.core.models.protocol import Arrive, Computed, Ready, all_here
+from steepest.core.models.protocol import Computed, Ready
 from steepest.core.models.torch import TorchModel
 from tests.group_in_one_thread import late, twice
 from tests.modes import MODES, TOGETHER, check, counters, make, trained
@@ -32,11 +32,8 @@ class Doubtful(TorchModel):
     spoilt = 0.0  # the probability that the last gradient is NaN
     may_take_back = True
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Compute them in the end."""
-        arrive(None)  # what the last gradient lies in is free then
         entries = [i for i, entry in enumerate(self.layout.entries) if entry.trainable]
         for _ in range(self.chance.choice([0, 0, 1, 2])):
             assert self.take_back is not None
@@ -51,7 +48,7 @@ class Doubtful(TorchModel):
                 self._gradients[self.layout.entries[index].name].fill_(math.nan)
                 ready(index, 2.0, True)
             return Computed(1.0, 2.0, 2, {})
-        return super().compute_gradients(batch, ready, metrics, arrive)
+        return super().compute_gradients(batch, ready, metrics)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import nn
 
 from steepest import DistributedSGD, TorchModel
 from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.core.models.prefetch import AwaitedParameter
 from steepest.core.tensors import shared_memory
 from steepest.core.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.errors import ConfigurationError, ModelRaisedError
@@ -195,10 +194,8 @@ class Stamps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(Stamp() for _ in range(4))
-        self.early = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.early += any(type(p) is AwaitedParameter for p in self.parameters())
         version, total = None, torch.zeros((), dtype=torch.float64)
         for part in self.parts:
             version, sum_of_it = part(version)
@@ -219,11 +216,9 @@ def stamped(worker_index: int, device_index: int) -> TorchModel:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
 def test_no_worker_sees_torn_weights(machine: None, workers: int, servers: int) -> None:
-    """10 MB whose elements all equal the version; every forward pass looks at each of them as it begins early."""
+    """10 MB whose elements all equal the version; every forward pass looks at each of them as it begins."""
     with DistributedSGD(
         stamped, num_workers=workers, strategy=ParameterServerStrategy(num_servers=servers)
     ) as sgd:
         sgd.fit(steps=60, progress=False)
         assert all(bool((weight == 60).all()) for weight in sgd.weights().values())
-        early = sgd.foreach_model(lambda model: model.module.early)
-    assert all(early)

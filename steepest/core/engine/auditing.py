@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from steepest.core.engine.replicas import Replicas
 from steepest.core.messages.audits import Audited, GradientDigest
-from steepest.core.models.protocol import Arrive
 from steepest.core.protocol.audits import drawn, other_of
 from steepest.core.tensors.dtypes import Tensors, as_bytes
 from steepest.core.tensors.layout import ParameterLayout
@@ -88,14 +87,13 @@ class Auditor:
         """Forget the last audited step: it is decided on, or replicas have another state."""
         self._before = -1, [], 0
 
-    def begin(self, version: int, arrive: Arrive) -> Audit | None:
+    def begin(self, version: int) -> Audit | None:
         """Compute another worker's samples of a step; return None if it is not audited.
 
         Afterwards buffers are as before the step, also in another attempt. Generators are seeded for each batch.
 
         Args:
             version: of the weights, which number the step.
-            arrive: see `Model.compute_gradients`.
         """
         replicas = self._replicas
         number = drawn(replicas.batches.seed, version, self._share)
@@ -116,7 +114,7 @@ class Auditor:
         others, own = Digest(replicas.layout, state), Digest(replicas.layout, state)
         try:
             seconds = replicas.compute_other(
-                version * self._members + other, others.add, others.add_batch, arrive
+                version * self._members + other, others.add, others.add_batch
             )
         finally:
             replicas.load_states(states)

@@ -146,10 +146,6 @@ class Exchange(Protocol):
         """
 
     @property
-    def has(self) -> Callable[[int | None, Key], bool]:
-        """A function that returns whether a parameter (None: all) is here whole, of that version or a later one."""
-
-    @property
     def sequence(self) -> int:
         """Number of the last push, from 1."""
 
@@ -160,10 +156,6 @@ class Exchange(Protocol):
     @property
     def bytes_pulled(self) -> int:
         """Bytes from other processes, so far."""
-
-    @property
-    def arriving(self) -> Key:
-        """The newest generation and version of which any weights are here."""
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
         """Begin a life of the worker; `incarnation` is the number of its earlier lives."""
@@ -229,7 +221,7 @@ class Exchange(Protocol):
 class ExchangeAround:
     """An exchange that passes everything on to another one: the base class of exchanges that wrap another.
 
-    `ready` and `has`, called for each chunk or parameter, are those of the other exchange: no call is added.
+    `ready`, called for each chunk, is that of the other exchange: no call is added.
     """
 
     def __init__(self, inner: Exchange) -> None:
@@ -237,7 +229,6 @@ class ExchangeAround:
         self.companion: Companion = inner.companion
         self.kinds: frozenset[MessageKind] = inner.kinds
         self.ready = inner.ready
-        self.has = inner.has
 
     @property
     def sequence(self) -> int:
@@ -253,11 +244,6 @@ class ExchangeAround:
     def bytes_pulled(self) -> int:
         """Bytes from other processes, so far."""
         return self.inner.bytes_pulled
-
-    @property
-    def arriving(self) -> Key:
-        """The newest generation and version of which any weights are here."""
-        return self.inner.arriving
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
         """See `Exchange`."""

@@ -220,8 +220,8 @@ def host_worker(
         job: of the worker.
         index: of the worker.
         replicas: its copies of the model.
-        wait: called in the middle of a step to receive more of its weights; by default a turn of
-            the router.
+        wait: called in the middle of a step to receive what its models need; by default a turn of the router. With
+            it no step begins before its weights are here, which a strategy with a `delay` does otherwise.
         incarnation: number of this life of the worker, from 0.
         extensions: add to the worker's exchange of dense chunks; each wraps those before it.
 
@@ -230,7 +230,6 @@ def host_worker(
     """
     peer = worker_peer(index)
     send = router.sender(peer)
-    alone = job.num_workers == 1
     own = index if job.strategy.in_workers else None
     compressor = partial(_compressor, extensions)
     exchange: Exchange = PushPull(
@@ -253,8 +252,6 @@ def host_worker(
             "host_worker() the extension steepest.strategies.process_groups.extension.ProcessGroups()"
         )
     replicas.use_exchange(exchange)
-    begins_early = job.needs_all or job.strategy.delay > 0
-    early = (wait or router.wait) if begins_early and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
     pump = router.pump_both_ways if job.strategy.in_workers and job.needs_all else router.pump
@@ -272,9 +269,8 @@ def host_worker(
             pump,
             router.finish,
             router.when_idle,
-            wait=early,
-            receive=wait or router.wait,
-            poll=partial(router.wait, 0.0) if wait is None else None,
+            wait or router.wait,
+            poll=partial(router.wait, 0.0) if wait is None and job.num_workers > 1 else None,
         ),
         auditor=auditor,
     )

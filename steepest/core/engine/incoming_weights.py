@@ -149,15 +149,6 @@ class ArrivingWeights:
             return self._layout.changed_by(weights.version)
         return self._layout.of_fragments(weights.fragments)
 
-    def has(self, entry: int | None, key: Key) -> bool:
-        """Return whether a trainable parameter is here whole, of `key`'s generation and version or later.
-
-        Args:
-            entry: its index; None for all chunks that the version changes.
-        """
-        chunks = self._layout.changed_by(key[1]) if entry is None else self._layout.chunks_of[entry]
-        return all(self._newest[chunk] >= key for chunk in chunks)
-
     def missing(self, key: Key) -> list[int]:
         """Return the chunks of a version that have not come in it or a later one; any thread may call this."""
         changed = self._layout.changed_by(key[1]) if self.newest[1] >= 0 else self._all

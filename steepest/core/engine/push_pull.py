@@ -205,15 +205,6 @@ class PushPull:
         if self._compressor is not None:
             self._compressor.begin()
 
-    @property
-    def arriving(self) -> Key:
-        """The newest generation and version of which any weights are here."""
-        return self._weights.newest
-
-    def has(self, entry: int | None, key: Key) -> bool:
-        """Return whether a trainable parameter is here, see `ArrivingWeights.has`."""
-        return self._weights.has(entry, key)
-
     def lacks(self, key: Key | None) -> list[str]:
         """Return in words the chunks of a version that have not come, with their senders."""
         by_sender: dict[Peer, list[int]] = {}

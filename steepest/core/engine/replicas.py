@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from steepest.core.messages.fields import RateChanges
 from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.models.metric_states import MetricState
 from steepest.core.models.protocol import (
-    Arrive,
     Computed,
     Model,
     PastShare,
     Share,
-    all_here,
     overrides,
     validate_computed,
 )
@@ -94,11 +92,22 @@ def memory_for(layout: ParameterLayout) -> Memory:
     return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
+def drop(entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+    """Drop a gradient: the `ready` of a warm-up."""
+
+
 def _memory_on(home: torch.device, layout: ParameterLayout) -> Memory:
     """Return new memory for weights and gradients, on the device `home`."""
     if home.type == "cpu":
         return layout.allocate(), allocate(layout.nbytes)
     return layout.allocate().to(home), layout.allocate().to(home)
+
+
+class WaitsInShare(NamedTuple):
+    """How a share of replicas that `delays` lets messages move."""
+
+    arrive: Callable[[], None]  # returns when the weights of its version are here
+    poll: Callable[[], None]  # between two batches, without waiting
 
 
 @dataclass(frozen=True)
@@ -141,10 +150,12 @@ class Replicas:
             of the devices.
 
     Attributes:
-        delays: whether a share begins before the weights of its version are here, and waits for them in its middle.
+        delays: whether a share may begin before the weights of its version are here, and wait for them in its middle.
+        waits: how it does so; None to begin all shares with their weights.
     """
 
     delays = False
+    waits: WaitsInShare | None = None
 
     #: how many leased shares `compute` takes together, from its argument on
     leased_shares = 1
@@ -155,9 +166,6 @@ class Replicas:
 
     #: records when batches are loaded; None to record nothing
     spans: RoleSpans | None = None
-
-    #: lets messages move between two batches of a share that is begun early; None in other shares
-    between_batches: Callable[[], None] | None = None
 
     #: called with each batch that is computed; None in steps that are not audited
     watch: Callable[[Any], None] | None = None
@@ -446,7 +454,6 @@ class Replicas:
         number: int,
         chunk_ready: ChunkReady,
         metrics: bool,
-        arrive: Arrive = all_here,
     ) -> WorkerResult:
         """Compute the gradient of one share of the samples.
 
@@ -456,7 +463,6 @@ class Replicas:
             chunk_ready: called with each complete chunk during the backward pass: on the router's
                 thread, or for a GPU on torch's own while the router's waits for the pass.
             metrics: whether to compute the model's metrics, too.
-            arrive: returns when the weights of an entry (of all, with None) are here.
 
         Raises:
             ModelError: the model breaks its protocol.
@@ -464,30 +470,29 @@ class Replicas:
         """
         places = self.places(number)
         if not places:
-            arrive(None)
             self._tell_place((number, 0, 0), empty=True)
             self._nothing(chunk_ready)
         self._companion.begin_share(places, chunk_ready)
-        result = summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
+        result = summarize_batches([self._compute_each(places, chunk_ready, metrics)])
         self._companion.end_share(chunk_ready)
         return result
 
     def compute_other(
-        self, number: int, chunk_ready: ChunkReady, watch: Callable[[Any], None], arrive: Arrive
+        self, number: int, chunk_ready: ChunkReady, watch: Callable[[Any], None]
     ) -> float:
         """Compute the gradient of another worker's share as that worker does; return the seconds that it took.
 
         The next gradient of this worker overwrites it. The models' own state is not restored.
 
         Args:
-            number, chunk_ready, arrive: see `compute`.
+            number, chunk_ready: see `compute`.
             watch: called with each batch.
         """
         own, began, first = self.batches, self._now(), self.first_index
         self.first_index = number % own.places.shares * len(self.models)
         self.batches, self.watch = own.of_other(self.first_index), watch
         try:
-            self.compute(number, chunk_ready, False, arrive)
+            self.compute(number, chunk_ready, False)
         finally:
             self.batches, self.first_index, self.watch = own, first, None
         return self._now() - began
@@ -508,7 +513,7 @@ class Replicas:
                 chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
 
     def _compute_each(
-        self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool, arrive: Arrive
+        self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool
     ) -> Batches:
         """Compute the gradient of some batches of a share."""
         collector = GradientSum(self.layout, self._sum, len(places), chunk_ready, self._copies)
@@ -529,17 +534,12 @@ class Replicas:
             share = self.batches.places.share_of(place, self._of_update(places))
             self.models[replica].expect(share)
             self._tell_place(place)
-            if self._devices[replica] != self.home:
-                arrive(None)  # the model computes with copies on its device
-                arrive = all_here
             collector.begin(self._own[replica][1])
             with self._lets_take_back(replica, collector if len(places) == 1 else None):
                 result = validate_computed(
-                    self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
+                    self.models[replica].compute_gradients(batch, collector.ready, metrics)
                 )
             results.append(result)
-            arrive(None)
-            arrive = all_here
             collector.end(result.weight)
             companion.end_batch(result.weight)
             loading += loaded - began
@@ -619,7 +619,7 @@ class Replicas:
             model.expect(Share(len(shares[0]), len(shares[0])))
             before = model.state()  # such as running means, which a forward pass changes
             with self._companion.rehearsal(model):
-                model.compute_gradients(batch, lambda *_: None, False)
+                model.compute_gradients(batch, drop, False)
             model.load_state(before)
             self.batches.reopen(replica)
 

@@ -178,10 +178,8 @@ class Server:
             open_to_all=mode.open_to_all,
         )
         self._trainable = self._intake.trainable
-        # First layers, which lie in the last chunks, come first: the next forward pass begins with them.
-        # Opaque chunks come last: workers wait for none of them until they ask for rows.
-        last_first = self._trainable[::-1]
-        self._in_order = sorted(last_first, key=lambda held: held.is_opaque)
+        # opaque chunks come last: workers wait for none of them until they ask for rows
+        self._in_order = sorted(self._trainable, key=lambda held: held.is_opaque)
         # sends queued bytes without waiting; does nothing unless it is set
         self.flush: Callable[[], None] = lambda: None
         self._spec = spec
@@ -590,7 +588,7 @@ class Server:
         for worker, sequence in readers:
             reader = worker_peer(worker)
             part = self._part_for(reader)
-            for held in reversed(self._trainable):
+            for held in self._trainable:
                 self._send_part(reader, sequence, held.chunk, part)
 
     # -- membership and state ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Waiting in the middle of a step: for weights, rows of tables, and what other workers' models send."""
+"""Waiting in the middle of a step: for its weights, rows of tables, and what other workers' models send."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.generators import HeldGenerators
-from steepest.core.engine.incoming_weights import Key
+from steepest.core.engine.replicas import WaitsInShare
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError
@@ -25,10 +24,8 @@ class BetweenTurns:
     finish: Callable[[], None]
     # has a function called as soon as the process has nothing else to do
     when_idle: Callable[[Callable[[], None]], None]
-    # another turn within a step that begins before all its weights are here; None if steps begin with all of them
-    wait: Callable[[], None] | None
-    receive: Callable[[], None]  # another turn within the step, for what its models need
-    # another turn within the step, without waiting; None if other processes' turns lie within this one's
+    receive: Callable[[], None]  # another turn within the step, which waits for messages
+    # another turn within the step, without waiting; None if steps begin with all of their weights
     poll: Callable[[], None] | None
 
 
@@ -48,6 +45,17 @@ class AbandonedError(Exception):
     """A step was given up in its middle; this is raised through the model's code."""
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A step that began before its weights were here."""
+
+    version: int  # that it is to be computed from; -1 if its lease will say
+    has_come: Callable[
+        [], bool
+    ]  # returns whether its weights are here, and its lease if shares are leased
+    begin_push: Callable[[], None]  # called then
+
+
 class PausedError(Exception):
     """A step stops in its middle because calls wait for its end; it is begun again after them."""
 
@@ -59,15 +67,11 @@ class StepWaits:
     up the wait raises, through the model's code. Used on the router's thread.
 
     Args:
-        exchange: of the worker's weights.
         between: has the process' router move bytes.
         call_waits: returns whether a call waits for the end of the step.
 
     Attributes:
-        arriving: the weights of the step, until all are here; None for a step that began with them.
-        leased: returns whether the lease of a step that began before its lease is here, with the weights; None for
-            others.
-        begin_push: begins the push of a step whose weights were not here at its beginning; None for others.
+        ahead: the step, until its weights are here; None for one that began with them.
         superseded: whether the step is given up: a generation began meanwhile, or the worker stops.
         calling: whether a function between two steps runs, and no step.
         failure: the loss of a server or the coordinator, after which no newer version comes; None before.
@@ -76,13 +80,9 @@ class StepWaits:
         spans: records the waits; None to record none.
     """
 
-    def __init__(
-        self, exchange: Exchange, between: BetweenTurns, call_waits: Callable[[], bool]
-    ) -> None:
-        self._exchange, self._between, self._call_waits = exchange, between, call_waits
-        self.arriving: Key | None = None
-        self.leased: Callable[[], bool] | None = None
-        self.begin_push: Callable[[], None] | None = None
+    def __init__(self, between: BetweenTurns, call_waits: Callable[[], bool]) -> None:
+        self._between, self._call_waits = between, call_waits
+        self.ahead: Ahead | None = None
         self.superseded = False
         self.calling = False
         self.failure: PeerLostError | None = None
@@ -91,46 +91,21 @@ class StepWaits:
         self.spans: RoleSpans | None = None
         self._now = system().now
 
-    def arrive(self, entry: int | None) -> None:
-        """Wait, within a step, for a parameter's weights, or with None for all.
+    @property
+    def in_share(self) -> WaitsInShare | None:
+        """The waits of a share that begins before its weights are here; None if every step begins with all of them."""
+        return None if self._between.poll is None else WaitsInShare(self.arrive, self.poll)
+
+    def arrive(self) -> None:
+        """Wait, within a step that began before its weights were here, until they are; begin its push then.
 
         Raises:
             AbandonedError: a new generation has begun, or the sender is lost.
         """
-        if self.arriving is None and self.leased is None:
-            return
-        if self._has_come(entry):
-            if entry is None and self.begin_push is not None:
-                self._all_arrived()
-            return
-        assert self._between.wait is not None
-        began, generators = self._now(), HeldGenerators()
-        while not self._has_come(entry):
-            if self.superseded or self.failure is not None:
-                raise AbandonedError("the step was given up before its weights had come")
-            with self.own_work(), apart_from_models():
-                self._between.wait()
-        generators.go_on()
-        self.seconds += self._now() - began
-        if self.spans is not None:
-            version = -1 if self.arriving is None else self.arriving[1]
-            self.spans.add(SpanKind.WAIT, began, -1, version)
-        if entry is None:
-            self._all_arrived()
-
-    def _has_come(self, entry: int | None) -> bool:
-        """Return whether a parameter's weights are here, or with None all."""
-        if self.leased is not None:
-            return self.leased()
-        assert self.arriving is not None
-        return self._exchange.has(entry, self.arriving)
-
-    def _all_arrived(self) -> None:
-        """Note, within a step, that all of its weights are here."""
-        self.arriving = self.leased = None
-        begin, self.begin_push = self.begin_push, None
-        if begin is not None:
-            begin()
+        if (ahead := self.ahead) is not None:
+            self.until(ahead.has_come, "the weights were not sent", version=ahead.version)
+            self.ahead = None
+            ahead.begin_push()
 
     def poll(self) -> None:
         """Let messages move between two batches of a step that was begun before its weights were here."""
@@ -142,19 +117,24 @@ class StepWaits:
             self._between.poll()
         generators.go_on()
 
-    def until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
-        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`.
+    def until(
+        self, has_come: Callable[[], bool], why: str, *, pauses: bool = False, version: int = -1
+    ) -> None:
+        """Receive messages in the middle of a step until what it needs has come, see `WaitUntil`.
 
         Args:
             has_come: the condition.
             why: names what is awaited, for errors.
             pauses: whether to raise if a call waits for the end of the step.
+            version: of the weights that are awaited, for the record; -1 for something else.
 
         Raises:
             AbandonedError: a new generation has begun, or a server is lost.
             PausedError: a call waits.
             PeerLostError: instead of either between two steps, in a user's function.
         """
+        if has_come():
+            return
         began, generators = self._now(), HeldGenerators()
         while not has_come():
             if self.superseded or self.failure is not None:
@@ -168,7 +148,7 @@ class StepWaits:
         generators.go_on()
         self.seconds += self._now() - began
         if self.spans is not None:
-            self.spans.add(SpanKind.WAIT, began)
+            self.spans.add(SpanKind.WAIT, began, -1, version)
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:

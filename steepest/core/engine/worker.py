@@ -17,13 +17,18 @@ from steepest.core.engine.generators import about_to_change
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.engine.spans import RoleSpans, SpanKind
-from steepest.core.engine.step_waits import AbandonedError, BetweenTurns, PausedError, StepWaits
+from steepest.core.engine.step_waits import (
+    AbandonedError,
+    Ahead,
+    BetweenTurns,
+    PausedError,
+    StepWaits,
+)
 from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.core.messages.audits import Audited
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send
-from steepest.core.models.protocol import all_here
 from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.tensors.memory import Memory
@@ -98,9 +103,9 @@ class Worker:
         self._stepping = self._stopped = self._paused = self._is_ahead = False
         self._deferred: list[tuple[Peer, Message]] = []  # messages that came amid the present step
         self._calls = WaitingCalls()
-        self._waits = StepWaits(exchange, between, self._a_call_waits)
+        self._waits = StepWaits(between, self._a_call_waits)
+        replicas.waits = self._waits.in_share if replicas.delays else None
         exchange.begin_life(incarnation, self._waits.until)
-        self._taken_within_steps = exchange.kinds
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
         # the shares of a lease, and the version to compute from
@@ -238,8 +243,9 @@ class Worker:
 
     def _is_taken_within_steps(self, message: Message) -> bool:
         """Return whether a message is acted on in the middle of a step."""
-        of_step = self._waits.leased is not None and message.generation == self.generation
-        return message.kind in self._taken_within_steps or (message.kind is Kind.LEASE and of_step)
+        ahead = self._waits.ahead is not None and self._replicas.leases_samples
+        of_step = ahead and message.generation == self.generation
+        return message.kind in self._exchange.kinds or (message.kind is Kind.LEASE and of_step)
 
     def _take_deferred(self) -> None:
         """Act on the messages that came in the middle of a step."""
@@ -304,8 +310,7 @@ class Worker:
             self._go_once()
             if not self._paused or self._deferred:
                 break
-        ahead = self._replicas.delays and self._pushed != before and not self._is_ahead
-        if ahead and self._begins_early():
+        if self._pushed != before and not self._is_ahead and self._may_go_ahead():
             self._is_ahead = True
             self._between.when_idle(self._go_ahead)
 
@@ -323,23 +328,28 @@ class Worker:
             share = self._next_share(self.version)
             if share is not None:
                 self._step(share, self.version)
-            elif self._begins_early() and self._replicas.leases_samples:
-                self._step_ahead()
-            elif self._begins_early():
-                share = self._next_share(self.version + 1)
-                if share is not None:
-                    self._waits.arriving = (self.generation, self.version + 1)
-                    self._waited = self._now() - self._pushed_at
-                    self._step(share, self.version + 1)
+            elif self._may_go_ahead() and self._replicas.leases_samples:
+                self._step_before_lease()
+            elif self._may_go_ahead():
+                self._step_before_weights(self.version + 1)
 
-    def _step_ahead(self) -> None:
+    def _step_before_weights(self, version: int) -> None:
+        """Begin the step from a version, if it is granted, before the weights are here."""
+        if (share := self._next_share(version)) is not None:
+            self._waits.ahead = Ahead(
+                version, lambda: self.version >= version, partial(self._begin_to_push, version)
+            )
+            self._waited = self._now() - self._pushed_at
+            self._step(share, version)
+
+    def _step_before_lease(self) -> None:
         """Begin the next leased share before its lease, or the weights that the lease names, are here."""
         shares = self._ahead if self._lease is None else self._lease[0]
         self._begun = None
         self._ahead = range(0) if self._lease is None else self._ahead
         self._replicas.leased_shares = len(shares)
         self._waited = 0.0
-        self._waits.leased = partial(self._has_lease, shares[0])
+        self._waits.ahead = Ahead(-1, partial(self._has_lease, shares[0]), self._begin_leased)
         self._step(shares[0], self.version)
 
     def _has_lease(self, share: int) -> bool:
@@ -354,24 +364,19 @@ class Worker:
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation, is_last=True)
 
-    def _begins_early(self) -> bool:
-        """Return whether the next version is on its way and this worker has nothing else to do."""
+    def _may_go_ahead(self) -> bool:
+        """Return whether a step may begin before its weights are here: its strategy has a delay, and nothing waits."""
+        if self._replicas.waits is None:
+            return False
         if self._replicas.leases_samples:
             comes = self._lease is not None or len(self._ahead) > 0
-            can = self._replicas.delays and self._between.wait and self._between.poll
             has_pushed = self._pushed[0] == self.generation and self._pushed[1] >= 0
-            return bool(can) and comes and has_pushed and not self._calls.are_exact
-        if self._between.wait is None or self._pushed != (self.generation, self.version):
+            return comes and has_pushed and not self._calls.are_exact
+        if self._pushed != (self.generation, self.version):
             return False
-        if self._replicas.delays and self._between.poll is not None:
-            # a copy of its state is as of a version that is here
-            meets = self._replicas.meets_before(self.version + 1)
-            return not meets and not self._calls.waits_before(self.version + 1)
-        return (
-            # a user's loop goes on only with all of the weights, and a copy of its state is taken then
-            not (self._calls.are_exact and self._replicas.follow_commits)
-            and self._exchange.arriving == (self.generation, self.version + 1)
-        )
+        # a copy of its state is as of a version that is here
+        meets = self._replicas.meets_before(self.version + 1)
+        return not meets and not self._calls.waits_before(self.version + 1)
 
     def give_up(self) -> Future[None]:
         """Take no more steps, and abandon the present one if it waits for weights; return a future of its end."""
@@ -399,7 +404,7 @@ class Worker:
 
     def doing(self) -> Status:
         """Return what the worker computes or waits for, see `Role.doing`."""
-        share, arriving = self.computing, self._waits.arriving
+        share, ahead = self.computing, self._waits.ahead
         since, pushed_at = self._since, self._pushed_at
         if self._waits.calling:
             text = "runs a function between two steps"
@@ -407,7 +412,7 @@ class Worker:
             text = f"loads the first batch of share {share}"
         elif share is not None:
             text = f"computes share {share} from the weights of version {self._pushed[1]}"
-            text += self._to_come(arriving)
+            text += self._to_come(None if ahead is None else (self.generation, ahead.version))
         elif self._stopped:
             text = f"has version {self.version}, and takes no more steps"
         elif self.version < self._floor or self._pushed == (self.generation, self.version):
@@ -524,9 +529,7 @@ class Worker:
             if self._spans is not None:
                 end = self._pushed_at if self._pushed_at > self._since else None
                 self._spans.add(SpanKind.COMPUTE, self._since, share, version, ended=end)
-            self._stepping, self._waits.arriving, self.computing = False, None, None
-            self._waits.leased = None
-            self._waits.begin_push = self._replicas.between_batches = None
+            self._stepping, self._waits.ahead, self.computing = False, None, None
         self._run_calls()
 
     def _compute(self, share: int, version: int) -> None:
@@ -586,19 +589,10 @@ class Worker:
         return self._calls.has_ready(self.generation, self.version)
 
     def _begin_to_push(self, version: int) -> None:
-        """Begin the push of a gradient, now or as soon as the weights that it is computed from are here."""
-        is_last = version + 1 >= self._limit
-        begin = partial(
-            self._exchange.begin, self.generation, version, self._incarnation, is_last=is_last
-        )
-        if self._replicas.delays and self._between.poll is not None and self._members > 1:
-            self._replicas.between_batches = self._waits.poll
-        if self._waits.leased is not None:
-            self._waits.begin_push = self._begin_leased
-        elif self._replicas.delays and self._waits.arriving is not None:
-            self._waits.begin_push = begin  # the last push may still have to be repeated
-        else:
-            begin()
+        """Begin the push of a gradient that is computed from a version's weights, if these are here."""
+        if self._waits.ahead is None:  # else the last push may still have to be repeated
+            is_last = version + 1 >= self._limit
+            self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
 
     def _load_next(self, version: int) -> None:
         """Load the next step's first batch, while the weights of its version are awaited."""
@@ -650,10 +644,8 @@ class Worker:
         done, self._computed = self._computed, None
         if done is None or (done.share, done.version) != (share, version):
             pushes: list[Any] = []
-            is_early = self._waits.arriving is not None or self._waits.leased is not None
-            arrive = self._waits.arrive if is_early else all_here
             # before the worker's own share, whose gradient stays where servers read it
-            audit = None if self._auditor is None else self._auditor.begin(version, arrive)
+            audit = None if self._auditor is None else self._auditor.begin(version)
 
             def push(*chunk: Any) -> None:
                 pushes.append(chunk)
@@ -667,7 +659,7 @@ class Worker:
 
             self._replicas.take_back = take_back
             self._replicas.watch = None if audit is None else audit.own.add_batch
-            result = self._replicas.compute(share, push, self._stats, arrive)
+            result = self._replicas.compute(share, push, self._stats)
             self._replicas.take_back = self._replicas.watch = None
             audited = None
             if audit is not None:
@@ -677,7 +669,7 @@ class Worker:
             more = self._exchange.logged()
             done = _PushedShare(share, self._pushed[1], result, pushes, more, audited)
         else:
-            self._waits.arrive(None)
+            self._waits.arrive()
             for chunk in done.pushes:
                 self._push(*chunk)
         self._computed = done

@@ -39,15 +39,6 @@ class Ready(Protocol):
         """
 
 
-#: A callback of `Model.compute_gradients`, called before an entry's weights are used, or with None
-#: before any are: returns when they are here.
-Arrive = Callable[[int | None], None]
-
-
-def all_here(entry: int | None) -> None:
-    """Return at once: what `Model.compute_gradients` is given as `arrive` if all weights are here."""
-
-
 class Share(NamedTuple):
     """The numbers of samples of a batch, and of the update that it is part of."""
 
@@ -267,9 +258,7 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Compute the gradient of the mean loss over a batch, and write it to the gradient vector.
 
         Args:
@@ -277,8 +266,6 @@ class Model(ABC):
             ready: called once for each trainable entry (or each chunk of it) as soon as its
                 gradient is written; zeros, and ``present=False``, for an entry without one.
             metrics: whether to compute metrics, too.
-            arrive: called with a trainable entry before its weights are used, or with None before
-                any are. They may be on their way until it returns.
         """
 
     @abstractmethod

@@ -44,14 +44,11 @@ from steepest.core.models.metric_states import (
     without_metrics,
 )
 from steepest.core.models.names import plain, plainly
-from steepest.core.models.prefetch import Gates
 from steepest.core.models.protocol import (
-    Arrive,
     Computed,
     Model,
     Ready,
     Share,
-    all_here,
     checked_metrics,
 )
 from steepest.core.models.write_check import WriteCheck, holders_of
@@ -155,7 +152,6 @@ class TorchModel(Model):
     _own_backward = ""  # the line of the user's code that called backward() in the loss
     _share: Share | None = None  # of the next batch
     _ready: Ready | None = None  # of the backward pass that runs
-    _gates: Gates | None = None
     _weight = 0.0  # of the present batch
     _evaluates = False  # a batch, instead of training on it
     _looked_for_sums = False
@@ -444,24 +440,20 @@ class TorchModel(Model):
         else:
             torch.mul(gradient, 1.0 / self._loss_scale, out=out)
 
-    def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
-    ) -> Computed:
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Run a forward and a backward pass.
 
         See `steepest.core.models.protocol.Model.compute_gradients`.
         """
         try:
-            return self._compute_gradients(self._to_device(batch), ready, metrics, arrive)
+            return self._compute_gradients(self._to_device(batch), ready, metrics)
         finally:
             # also after a step that was given up: its graph would stay in memory beside the next one's
             self._output = None
 
-    def _compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive
-    ) -> Computed:
+    def _compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
         """Run both passes of a batch on the model's device."""
-        loss, parts, samples, self._weight = self._run_forward(batch, arrive)
+        loss, parts, samples, self._weight = self._run_forward(batch)
         share = self._share or Share(samples, samples)
         # of sums over the batches that make an update, the mean by samples is to be the sum
         summed = self._sums and samples > 0
@@ -477,25 +469,16 @@ class TorchModel(Model):
                 numbers = with_parts(parts, checked_metrics(values), self._per(samples))
         return Computed(loss.item() / self._per(samples), self._weight, samples, numbers)
 
-    def _run_forward(self, batch: Any, arrive: Arrive) -> Weighed:
+    def _run_forward(self, batch: Any) -> Weighed:
         """Return the loss of a batch."""
-        if self._gates is None:
-            trainable = (
-                (self._parameters[name], self.layout.index[name]) for name in self._trainable
-            )
-            self._gates = Gates(self.module, dict(trainable))
-        if self._writes.compares:
-            arrive(None)
-            arrive = all_here
         self._own_backward = ""
         try:
-            with self._writes.refused(), self._mixed(), self._gates.forward(arrive):
+            with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
         except ValueError as error:
             if of_one_sample(error):
                 raise ModelError(ONE_SAMPLE) from error
             raise
-        arrive(None)
         try:
             weighed = weigh(batch, result, self._share, self._sums)
             # of a later batch it may be so on this worker alone: one with nothing to learn from

@@ -23,9 +23,7 @@ from steepest.core.engine.replicas import (
 from steepest.core.engine.sample_places import Place
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.models.protocol import (
-    Arrive,
     Model,
-    all_here,
     overrides,
 )
 from steepest.core.optim.portable import Record
@@ -211,15 +209,12 @@ class LocalReplicas(Replicas):
         number: int,
         chunk_ready: ChunkReady,
         metrics: bool,
-        arrive: Arrive = all_here,
     ) -> WorkerResult:
         """Make one share's updates, and push their difference; the weights are those from before afterwards.
 
         Its arguments are those of `Replicas.compute`.
         """
         self._has_come = not self.delays
-        if self._has_come:
-            arrive(None)
         if not self.places(number):
             self._tell_place((number, 0, 0), empty=True)
         self._meet(self.batches.places.step_of(number))
@@ -236,7 +231,7 @@ class LocalReplicas(Replicas):
             self._base_is_due = False
         self._computing, self._is_void = True, False
         try:
-            while (result := self._train(number, metrics, arrive)) is None:
+            while (result := self._train(number, metrics)) is None:
                 self._begin_anew(number)
             turn = self.batches.places.step_of(number)
             if self.leases_samples:
@@ -254,7 +249,7 @@ class LocalReplicas(Replicas):
             self._computing = False
         return result
 
-    def _train(self, number: int, metrics: bool, arrive: Arrive) -> WorkerResult | None:
+    def _train(self, number: int, metrics: bool) -> WorkerResult | None:
         """Make a share's updates from the worker's own weights; None if the share that it began from was left out."""
         parts: list[Batches] = []
         self._own_weights.write(self.layout, self.weights)
@@ -266,13 +261,11 @@ class LocalReplicas(Replicas):
             scaled = -(-self._delay * self.leased_shares // self._updates_of_step)
             self._takes_in_at = min(scaled, self.leased_shares - 1)
         for share in range(number, number + self.leased_shares):
-            if not self._train_share(share, parts, metrics, arrive):
+            if not self._train_share(share, parts, metrics):
                 return None
         return summarize_batches(parts)
 
-    def _train_share(
-        self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive
-    ) -> bool:
+    def _train_share(self, number: int, parts: list[Batches], metrics: bool) -> bool:
         """Make the updates of one share, and add their results; False if the share that it began from was left out."""
         step = self.batches.places.step_of(number)
         first = self._updates_before(step)
@@ -281,27 +274,28 @@ class LocalReplicas(Replicas):
         first += number % self.batches.places.shares * of_step // self.batches.places.shares
         for update in range(self._updates):
             at, self._update_at = self._update_at, self._update_at + 1
-            if at == self._takes_in_at and not self._take_in(arrive):
+            if at == self._takes_in_at and not self._take_in():
                 return False
             micros = range(update * self._accumulate, (update + 1) * self._accumulate)
             places = [place for place in self.places(number) if place[2] in micros]
             if places:
                 try:
-                    parts.append(self._compute_each(places, self._hold_gradient, metrics, all_here))
+                    parts.append(self._compute_each(places, self._hold_gradient, metrics))
                     self._update(first + update, step)
                 except BaseException:
                     # told once the step before is known to be committed
-                    if at < self._takes_in_at and not self._take_in(arrive):
+                    if at < self._takes_in_at and not self._take_in():
                         return False
                     raise
-            if self.between_batches is not None:
-                self.between_batches()
+            if self.waits is not None:
+                self.waits.poll()
         return True
 
-    def _take_in(self, arrive: Arrive) -> bool:
+    def _take_in(self) -> bool:
         """Wait for the weights of the share's version, and go on with them; False if its beginning is void."""
         if self.delays:
-            arrive(None)
+            if self.waits is not None:
+                self.waits.arrive()
             self._has_come = True
             if self._is_void:
                 return False
