@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from steepest.core.engine.push_pull import PushPull
+from steepest.core.engine.exchange import PushPull
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.transport.frames import FrameReader
 from steepest.core.transport.sockets import WireTransport

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from steepest.core.engine.exchange import Compressor
 from steepest.core.engine.extension import Extension
-from steepest.core.engine.push_pull import Compressor
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.extension import EmbeddingTables

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (
     "core/protocol/coordinator", "core/protocol/job_coordinator", "core/engine/server", "core/engine/server_chunk",
-    "core/engine/staging_progress", "core/engine/outgoing_weights", "core/engine/early_pushes",
+    "core/engine/push_intake", "core/engine/outgoing_weights", "core/protocol/worker_steps",
     "core/protocol/push_tracking", "core/data/sampler", "checkpoint/files",
 )  # fmt: skip
 #: tests that are likely to notice come first, so that most mutants cost seconds
@@ -57,7 +57,6 @@ FIRST = {
         "host_aggregator",
         "compression",
     ],
-    "core/engine/staging_progress": ["pushes", "modes", "clip", "permissions"],
     "core/engine/outgoing_weights": [
         "server",
         "weight_buffers",
@@ -66,7 +65,8 @@ FIRST = {
         "modes",
         "table_exports",
     ],
-    "core/engine/early_pushes": ["server", "permissions", "replication"],
+    "core/engine/push_intake": ["server", "pushes", "modes", "clip", "permissions", "replication"],
+    "core/protocol/worker_steps": ["worker_steps", "modes", "fragments", "leftovers"],
     "core/engine/server_chunk": [
         "pushes",
         "clip",

@@ -11,7 +11,7 @@ import torch
 
 from steepest.core.engine.gradient_sum import NOTHING, ChunkReady
 from steepest.core.tensors.dtypes import Tensors
-from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.embedding.row_collector import RowCollector
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tables.dealing import Dealing

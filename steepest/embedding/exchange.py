@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.core.engine.exchange import (
+    NOTHING_YET,
+    Arrived,
+    Exchange,
+    ExchangeAround,
+    Sent,
+    WaitUntil,
+)
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.messages.message import Message, Peer
 from steepest.core.tensors.dtypes import Tensors
@@ -31,11 +38,6 @@ class ExchangeWithRows(ExchangeAround):
         self.companion = companion
         self.kinds = inner.kinds | {RowKind.ROWS}
 
-    @property
-    def bytes_pulled(self) -> int:
-        """Bytes from other processes, so far, those of rows among them."""
-        return self.inner.bytes_pulled + self.rows.bytes_pulled
-
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
         """Begin to pull rows."""
         super().begin_life(incarnation, wait_until)
@@ -56,6 +58,11 @@ class ExchangeWithRows(ExchangeAround):
         super().begin(generation, version, incarnation, is_last=is_last)
         self.rows.begin(generation, version)
         self.rows.delayed.is_last = is_last
+
+    def end(self) -> Sent:
+        """Return what has travelled, rows among it."""
+        sent, rows, self.rows.bytes_pulled = super().end(), self.rows.bytes_pulled, 0
+        return sent._replace(bytes_pulled=sent.bytes_pulled + rows)
 
     def logged(self) -> Sequence[Any]:
         """Return what a replay needs to know of the gradient, see `RowsOfPush`; nothing if it needs nothing."""

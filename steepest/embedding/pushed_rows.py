@@ -15,7 +15,7 @@ from steepest.core.engine.chunk_store import GradientStore
 from steepest.core.messages.message import PushId
 from steepest.core.optim.spec import Hyperparameters
 from steepest.core.tensors.codec import Codec
-from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.dealing import Dealing

@@ -12,7 +12,7 @@ import torch
 from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.sample_places import Place
 from steepest.core.tensors.dtypes import Tensors
-from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.embedding.modules import RowSource
 from steepest.embedding.row_messages import ROW_MEMORY
 from steepest.tables.dealing import Dealing

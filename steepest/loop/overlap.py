@@ -2,7 +2,7 @@
 
 That is a guess: a second backward pass, clipping, or `zero_grad` may follow. A loop that did none of these in its last
 steps is taken to do none in this one. At the step each gradient that has left is looked at. Unless all are as they left
-they are taken back before they count (`steepest.core.engine.push_pull.PushPull.take_back`), and
+they are taken back before they count (`steepest.core.engine.exchange.PushPull.take_back`), and
 pushed as they are then.
 """
 

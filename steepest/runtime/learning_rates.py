@@ -9,7 +9,7 @@ from typing import Any
 
 from steepest.core.messages.fields import RateChanges, Rates
 from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
-from steepest.core.protocol.rates import begun_by, changes_since, rates_at
+from steepest.core.protocol.commit_state import begun_by, changes_since, rates_at
 from steepest.errors import ConfigurationError
 from steepest.runtime.context import JobContext
 

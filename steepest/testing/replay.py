@@ -14,12 +14,11 @@ from steepest.checkpoint import files
 from steepest.checkpoint.rows import arrays_of_state
 from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
-from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.exchange import Exchange, PushPull
 from steepest.core.engine.hosting import build_replicas
 from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.optimizer_slices import assemble
-from steepest.core.engine.push_pull import PushPull
 from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server, ServerMode

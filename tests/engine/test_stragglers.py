@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steepest.core.protocol.history import CommitHistory
+from steepest.core.protocol.commit_state import CommitHistory
 from steepest.observe.results import Straggler, stragglers
 from tests.modes import counters, make, trained
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.core.engine.push_pull import PushPull
+from steepest.core.engine.exchange import PushPull
 from steepest.loop import overlap, unseen
 from steepest.loop.overlap import Overlap
 from tests.own_loops import (

@@ -21,7 +21,7 @@ from steepest import (
     RunConfig,
     StepResult,
 )
-from steepest.core.protocol.rates import with_rates
+from steepest.core.protocol.commit_state import with_rates
 from steepest.errors import ConfigurationError
 from steepest.testing.replay import replay
 from tests.reference import Task, difference, same_bits

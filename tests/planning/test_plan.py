@@ -113,7 +113,9 @@ def test_gradients_leave_during_the_backward_pass() -> None:
     at_end = predict(made_up(SECONDS), strategy, 4, links)
     along = predict(made_up(SECONDS, at_end=False), strategy, 4, links)
     assert SECONDS < along.seconds < at_end.seconds
-    assert along.seconds < SECONDS * 1.08
+    assert at_end.seconds - SECONDS > 1.6 * (
+        along.seconds - SECONDS
+    )  # weights alone are waited for
 
 
 @pytest.mark.few(2)
@@ -199,7 +201,7 @@ def test_a_device_computes_while_its_process_sends() -> None:
     )
     sending = 1e-9 * BYTES
     assert own >= SECONDS + sending
-    assert device < SECONDS + sending / 2
+    assert device < own - sending / 2
 
 
 def test_a_quorum_waits_until_its_grace_is_over() -> None:

@@ -44,7 +44,7 @@ def profile() -> Profile:
         return model.layout
 
     times = {name: 0.001 * at for at, name in enumerate(names)}
-    return Profile(2, 0.1, times, times, layout, model.optimizer_spec)
+    return Profile(2, 0.1, times, layout, model.optimizer_spec)
 
 
 STRATEGIES: dict[str, Any] = {

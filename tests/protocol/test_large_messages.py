@@ -22,11 +22,10 @@ from steepest.core.messages.message import (
     worker_peer,
 )
 from steepest.core.optim.spec import OptimizerSpec, Schedule
-from steepest.core.protocol import history
+from steepest.core.protocol import commit_state
 from steepest.core.protocol.commit_rules import CommitAll, CommitEach, CommitRule
-from steepest.core.protocol.commit_state import CommitState, Outgoing
+from steepest.core.protocol.commit_state import CommitHistory, CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator, Updates
-from steepest.core.protocol.history import CommitHistory
 from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.transport.frames import MAX_META, encode, encode_meta
 from steepest.errors import ConfigurationError, MessageTooLargeError
@@ -69,7 +68,7 @@ def test_every_page_of_the_log_fits_into_a_message(workers: int, groups: int) ->
 
 
 def test_a_log_of_many_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "LOG_PAGE", 400)
+    monkeypatch.setattr(commit_state, "LOG_PAGE", 400)
     cluster = make("sync", Task(optimizer=sgd(momentum=0.9), data=samples(23)))
     trained(cluster, 30)
     pages: list[int] = []

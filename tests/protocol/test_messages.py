@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from steepest.core.engine.client import Outcome, Position
-from steepest.core.engine.push_pull import PushPull
+from steepest.core.engine.exchange import PushPull
 from steepest.core.engine.topology import HostMap, Topology
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import (

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
+from steepest.core.engine.outgoing_weights import WeightBuffers
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
-from steepest.core.engine.weight_buffers import WeightBuffers
 from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.shared_memory import (
@@ -28,7 +28,7 @@ shared = pytest.mark.skipif(not AVAILABLE, reason="this platform lends no memory
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.core.engine.weight_buffers.COMMITS", COMMITS)
+    monkeypatch.setattr("steepest.core.engine.outgoing_weights.COMMITS", COMMITS)
 
 
 def pages(memory: torch.Tensor) -> int:
@@ -121,7 +121,7 @@ def test_what_is_needed_now_and_then_is_not_made_anew_each_time(
     """As in an asynchronous job, whose readers come and go."""
     made = []
     monkeypatch.setattr(
-        "steepest.core.engine.weight_buffers.allocate",
+        "steepest.core.engine.outgoing_weights.allocate",
         lambda nbytes: made.append(nbytes) or allocate(nbytes),
     )
     job = Reading(64)
@@ -181,7 +181,7 @@ def test_a_job_goes_on_as_before(wire_dtype: str | None, monkeypatch: pytest.Mon
         return cluster
 
     expected = train()
-    monkeypatch.setattr("steepest.core.engine.weight_buffers.COMMITS", 3)
+    monkeypatch.setattr("steepest.core.engine.outgoing_weights.COMMITS", 3)
     found = train()
     assert all(
         torch.equal(value, expected.weights()[name]) for name, value in found.weights().items()

@@ -14,9 +14,8 @@ from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.transport.router import Router
 
 if TYPE_CHECKING:
-    from steepest.core.engine.exchange import Exchange
+    from steepest.core.engine.exchange import Compressor, Exchange
     from steepest.core.engine.job import Job
-    from steepest.core.engine.push_pull import Compressor
     from steepest.core.engine.replicas import Memory, Replicas, WorkShare
     from steepest.core.engine.stores import OpaqueParts
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from steepest.core.engine.auditing import Auditor
 from steepest.core.engine.client import Client
 from steepest.core.engine.coordinator_role import CoordinatorRole
-from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.exchange import Compressor, Exchange, PushPull
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job
 from steepest.core.engine.optimizer_slices import disassemble
-from steepest.core.engine.push_pull import Compressor, PushPull
 from steepest.core.engine.replicas import CPU, Memory, Replicas, WorkShare
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.step_waits import BetweenTurns
@@ -29,7 +27,6 @@ from steepest.core.protocol.audits import Audits
 from steepest.core.protocol.commit_state import CommitState
 from steepest.core.protocol.coordinator import Updates
 from steepest.core.protocol.job_coordinator import JobCoordinator
-from steepest.core.protocol.rates import with_rates
 from steepest.core.system import system
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
@@ -105,33 +102,31 @@ def build_replicas(
 
 def make_coordinator(job: Job) -> JobCoordinator:
     """Return the coordinator of a job; the caller carries its messages."""
-    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
+    chunks, strategy = job.description.layout.chunks, job.strategy
     state = CommitState(
         members=frozenset(range(job.num_workers)),
         servers=tuple(range(job.num_servers)),
         holding=frozenset(
             server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]
         ),
-        rule=job.strategy.rule,
-        schedule=schedule,
+        rule=strategy.rule,
+        schedule=Schedule(job.server_spec, strategy.updates, job.schedule_offset),
+        # under local SGD the rates are those of the workers' own optimizers
+        sets_rates=not strategy.local,
         keep_log=job.keep_log,
         witnessed=job.replication > 1,
     )
 
-    def hyperparameters(step: int) -> list[dict[str, Any]]:
-        # under local SGD the rates are those of the workers' own optimizers
-        return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
-
     updates = Updates(
-        hyperparameters,
-        nonfinite=job.strategy.nonfinite,
-        clip_norm=job.strategy.clips_updates,
+        state.hyperparameters,
+        nonfinite=strategy.nonfinite,
+        clip_norm=strategy.clips_updates,
         sums=job.sums_at_commit,
-        scale_rate=job.strategy.scale_rate,
+        scale_rate=strategy.scale_rate,
         clock=system().time if job.stores is not None and job.stores.keeps_time else None,
         groups=[hyper for _, hyper in job.server_spec.groups],
     )
-    return job.strategy.coordinator(
+    return strategy.coordinator(
         state,
         updates,
         step_timeout=job.step_timeout,

@@ -19,7 +19,7 @@ from steepest.core.optim.torch_without_compiler import take_step
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import Chunk, ParameterLayout
-from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.errors import ConfigurationError, ProtocolError
 
 #: The key, in a parameter's state, of the weights that workers have been sent.

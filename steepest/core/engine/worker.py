@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,14 +23,16 @@ from steepest.core.engine.step_waits import (
     BetweenTurns,
     PausedError,
     StepWaits,
+    WaitingCall,
+    WaitingCalls,
+    into_future,
 )
-from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.core.messages.audits import Audited
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send
+from steepest.core.protocol.worker_steps import Step, WorkerSteps
 from steepest.core.status import Status
-from steepest.core.system import system
 from steepest.core.tensors.memory import Memory
 from steepest.errors import (
     MessageTooLargeError,
@@ -47,15 +49,42 @@ _MOST_METRICS = 10_000  # all workers' fit into one message
 
 @dataclass(frozen=True)
 class _PushedShare:
-    """A pushed gradient of a share, computed from `version`. The replicas' next gradient overwrites its chunks."""
+    """A pushed gradient of a step. The replicas' next gradient overwrites its chunks."""
 
-    share: int
-    version: int
+    step: Step
     result: WorkerResult
     # the arguments of each call of `ChunkReady`
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
     more: Sequence[Any]  # see `Exchange.logged`
     audit: Audited | None  # None of steps that are not audited
+
+
+@dataclass
+class _LastPush:
+    """The last push of a worker; before the first, of none."""
+
+    at: float = 0.0  # when its report was sent, in seconds
+    waited: float = (
+        0.0  # seconds from then to the weights that followed, or to a step ahead of them
+    )
+    gradient: _PushedShare | None = None  # as long as it may have to be pushed again
+
+
+@dataclass(slots=True)
+class _Doing:
+    """The work of a worker.
+
+    Attributes:
+        what: "step", "call" (of functions between two steps) or "load" (a batch ahead of time); "" for none.
+        since: when it began, in seconds; for none, when the last began.
+        share: of the samples, of a step or a batch.
+        is_busy: whether messages wait for its end: it is a step, or such functions.
+    """
+
+    since: float
+    what: Literal["step", "call", "load", ""] = ""
+    share: int | None = None
+    is_busy: bool = False
 
 
 class Worker:
@@ -87,46 +116,38 @@ class Worker:
         between: BetweenTurns,
         auditor: Auditor | None = None,
     ) -> None:
-        self.version = -1  # of the weights that are here whole; -1 for none
-        self.generation = 0  # the newest one that the worker has begun
-        # number of the share that is computed, or whose batch is loaded; None between two steps
-        self.computing: int | None = None
-        self._index = index
+        self._steps = WorkerSteps(index, members, leases=replicas.leases_samples)
         self._replicas = replicas
         self._exchange = exchange
         self._send = send
-        self._members = members
         self._incarnation = incarnation
         self._between = between
         self._auditor = auditor
-        # `_is_ahead`: whether `_go_ahead` is to be called
-        self._stepping = self._stopped = self._paused = self._is_ahead = False
         self._deferred: list[tuple[Peer, Message]] = []  # messages that came amid the present step
         self._calls = WaitingCalls()
         self._waits = StepWaits(between, self._a_call_waits)
+        self._doing = _Doing(self._waits.now())
+        self._last = _LastPush()
+        self._failed: Failed | None = None  # the error that it reported last
+        self._stopped = False  # whether it takes no more steps
+        self._spans: RoleSpans | None = None
         replicas.waits = self._waits.in_share if replicas.delays else None
         exchange.begin_life(incarnation, self._waits.until)
-        self._reported = 0  # bytes of weights in the reports so far
-        self._limit = -1  # the version up to which steps are granted
-        # the shares of a lease, and the version to compute from
-        self._lease: tuple[range, int] | None = None
-        # the lease that is being computed, unless it came in the middle of its step
-        self._begun: tuple[range, int] | None = None
-        self._ahead = range(0)  # the shares that will be leased next
-        self._stats = True
-        self._baseline = 0  # generation since which arriving weights count
-        self._floor = 0  # version at which the generation began: weights before it are out of date
-        self._complete = (0, -1)
-        self._pushed = (0, -1)  # generation and version of the last push
-        # the last gradient, as long as it may have to be pushed again
-        self._computed: _PushedShare | None = None
-        self._granted = (0, -1)  # generation and version of the last lease
-        self._now = system().now
-        self._since = self._now()  # when the last step or call began, or the role did
-        self._waited = 0.0  # seconds between the last report and the weights that followed it
-        self._pushed_at = 0.0
-        self._spans: RoleSpans | None = None
-        self._raised = (-1, "")  # the generation in which it last failed, and the error
+
+    @property
+    def generation(self) -> int:
+        """The newest generation that the worker has begun."""
+        return self._steps.generation
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that are here whole; -1 for none."""
+        return self._steps.version
+
+    @property
+    def computing(self) -> int | None:
+        """The share that is computed, or whose batch is loaded; None between two steps."""
+        return self._doing.share
 
     def record(self, spans: RoleSpans | None) -> None:
         """Record what the worker does, see `RecordsSpans`."""
@@ -145,9 +166,9 @@ class Worker:
         "" if it did not fail, and None while its computation may still fail. It may be called within a step.
         """
         computes = self.computing is not None and self.generation < generation
-        own, error = self._raised
-        if own == generation - 1:
-            return error
+        failed = self._failed
+        if failed is not None and failed.generation == generation - 1:
+            return failed.error
         return None if computes else ""
 
     def join(self) -> None:
@@ -200,11 +221,11 @@ class Worker:
 
     def _is_past(self, version: int) -> bool:
         """Return whether a step was begun from a version, or from a later one."""
-        begun, computed = self._pushed, self._computed
+        begun, gradient = self._steps.pushed, self._last.gradient
         return (
             self.version > version
             or (begun[0] == self.generation and begun[1] >= version)
-            or (computed is not None and computed.version >= version)
+            or (gradient is not None and gradient.step.version >= version)
         )
 
     def _await(self, call: WaitingCall) -> None:
@@ -229,14 +250,14 @@ class Worker:
         Raises:
             ProtocolError: a worker takes no such message.
         """
-        if self._stepping and not self._is_taken_within_steps(message):
+        if self._doing.is_busy and not self._is_taken_within_steps(message):
             self._deferred.append((source, message))
             self._waits.superseded |= (
                 message.kind is Kind.MEMBERS and message.generation > self.generation
             )
             return
         self._take(source, message)
-        if self._stepping:
+        if self._doing.is_busy:
             return
         self._go_on()
         self._take_deferred()
@@ -244,12 +265,12 @@ class Worker:
     def _is_taken_within_steps(self, message: Message) -> bool:
         """Return whether a message is acted on in the middle of a step."""
         ahead = self._waits.ahead is not None and self._replicas.leases_samples
-        of_step = ahead and message.generation == self.generation
+        of_step = ahead and message.generation == self._steps.generation
         return message.kind in self._exchange.kinds or (message.kind is Kind.LEASE and of_step)
 
     def _take_deferred(self) -> None:
         """Act on the messages that came in the middle of a step."""
-        while self._deferred and not self._stepping:
+        while self._deferred and not self._doing.is_busy:
             self._take(*self._deferred.pop(0))
             self._go_on()
 
@@ -257,7 +278,9 @@ class Worker:
         """Note what a message brings, without taking a step."""
         match message.kind:
             case Kind.GRANT:
-                self._take_grant(Grant.unpack(message))
+                grant = Grant.unpack(message)
+                if self._steps.take_grant(grant):
+                    self._replicas.rates = grant.rates
             case Kind.LEASE:
                 self._take_lease(Lease.unpack(message))
             case Kind.MEMBERS:
@@ -266,10 +289,10 @@ class Worker:
                 complete, skipped = self._exchange.receive(source, message)
                 if skipped is not None:
                     self._note_decision(skipped)
-                if self._spans is not None and message.kind is Kind.WEIGHTS:
-                    self._spans.add(SpanKind.PULL, self._now(), -1, message.version, message.chunk)
+                if message.kind is Kind.WEIGHTS and (spans := self._spans) is not None:
+                    spans.add(SpanKind.PULL, spans.now(), -1, message.version, message.chunk)
                 if complete is not None:
-                    self._complete = max(self._complete, complete)
+                    self._steps.note_weights(complete)
                     self._take_version()
 
     def _note_decision(self, skipped: bool) -> None:
@@ -285,98 +308,61 @@ class Worker:
 
     def _begin_generation(self, begun: Members) -> None:
         """Begin a generation: earlier grants are void, and so are the weights if they are sent anew."""
-        if begun.generation <= self.generation:
-            return  # a copy
-        self.generation = begun.generation
-        self._limit = self._floor = begun.version
-        self._lease = self._begun = None
-        self._ahead = range(0)
+        if not self._steps.begin_generation(begun):
+            return
         self._exchange.begin_generation()
         if begun.install and self._auditor is not None:
             self._auditor.forget()
         if not begun.again:  # weights or models may have changed
-            self._computed = None
+            self._last.gradient = None
         if begun.reload:
-            self._baseline = begun.generation
-            self.version = -1
             self._take_version()
         self._run_calls()
 
     def _go_on(self) -> None:
         """Take a step if one is granted and its weights are here or on their way; take it again if it has paused."""
-        before = self._pushed
-        while True:
-            self._paused = False
-            self._go_once()
-            if not self._paused or self._deferred:
-                break
-        if self._pushed != before and not self._is_ahead and self._may_go_ahead():
-            self._is_ahead = True
+        before = self._steps.pushed
+        while self._go_once() and not self._deferred:
+            pass
+        if self._steps.pushed != before and self._step_ahead() is not None:
             self._between.when_idle(self._go_ahead)
 
     def _go_ahead(self) -> None:
         """Begin a step whose weights are not here yet, after handling the messages that are."""
-        self._is_ahead = False
-        if not self._stepping:
+        if not self._doing.is_busy:
             self._go_on()
             self._take_deferred()
 
-    def _go_once(self) -> None:
+    def _go_once(self) -> bool:
+        """Take a step if there is one; return whether it has paused."""
         if self._stopped:
-            return
-        if self._floor <= self.version and self._complete[0] <= self.generation:
-            share = self._next_share(self.version)
-            if share is not None:
-                self._step(share, self.version)
-            elif self._may_go_ahead() and self._replicas.leases_samples:
-                self._step_before_lease()
-            elif self._may_go_ahead():
-                self._step_before_weights(self.version + 1)
+            return False
+        step = self._steps.next() or self._step_ahead()
+        return step is not None and self._step(step)
 
-    def _step_before_weights(self, version: int) -> None:
-        """Begin the step from a version, if it is granted, before the weights are here."""
-        if (share := self._next_share(version)) is not None:
-            self._waits.ahead = Ahead(
-                version, lambda: self.version >= version, partial(self._begin_to_push, version)
-            )
-            self._waited = self._now() - self._pushed_at
-            self._step(share, version)
+    def _step_ahead(self) -> Step | None:
+        """Return the step that may begin before its weights are here: its strategy has a delay, and nothing waits."""
+        if self._replicas.waits is None:
+            return None
+        step = self._steps.next_ahead()
+        if step is None or self._replicas.leases_samples:
+            return None if self._calls.are_exact else step
+        # a copy of its state is as of a version that is here
+        if self._replicas.meets_before(step.version) or self._calls.waits_before(step.version):
+            return None
+        return step
 
-    def _step_before_lease(self) -> None:
-        """Begin the next leased share before its lease, or the weights that the lease names, are here."""
-        shares = self._ahead if self._lease is None else self._lease[0]
-        self._begun = None
-        self._ahead = range(0) if self._lease is None else self._ahead
-        self._replicas.leased_shares = len(shares)
-        self._waited = 0.0
-        self._waits.ahead = Ahead(-1, partial(self._has_lease, shares[0]), self._begin_leased)
-        self._step(shares[0], self.version)
-
-    def _has_lease(self, share: int) -> bool:
-        """Return whether a share is leased, and the weights that it is computed from are here."""
-        lease = self._lease
-        return lease is not None and lease[0][0] == share and self.version >= lease[1]
+    def _ahead_of(self, step: Step) -> Ahead:
+        """Return what a step waits for that begins before its weights, or its lease, are here."""
+        if self._replicas.leases_samples:
+            has_lease = partial(self._steps.has_lease, step.share)
+            return Ahead(-1, has_lease, self._begin_leased)
+        return Ahead(step.version, lambda: self.version >= step.version, self._begin_to_push)
 
     def _begin_leased(self) -> None:
         """Begin the push of a share whose lease has come in the middle of its step."""
-        assert self._lease is not None
-        (_, version), self._lease, self._begun = self._lease, None, None
-        self._pushed = (self.generation, version)
-        self._exchange.begin(self.generation, version, self._incarnation, is_last=True)
-
-    def _may_go_ahead(self) -> bool:
-        """Return whether a step may begin before its weights are here: its strategy has a delay, and nothing waits."""
-        if self._replicas.waits is None:
-            return False
-        if self._replicas.leases_samples:
-            comes = self._lease is not None or len(self._ahead) > 0
-            has_pushed = self._pushed[0] == self.generation and self._pushed[1] >= 0
-            return comes and has_pushed and not self._calls.are_exact
-        if self._pushed != (self.generation, self.version):
-            return False
-        # a copy of its state is as of a version that is here
-        meets = self._replicas.meets_before(self.version + 1)
-        return not meets and not self._calls.waits_before(self.version + 1)
+        self._steps.begin_leased()
+        self._begin_to_push()
 
     def give_up(self) -> Future[None]:
         """Take no more steps, and abandon the present one if it waits for weights; return a future of its end."""
@@ -386,7 +372,7 @@ class Worker:
 
     def leave(self) -> None:
         """Fail all calls that wait: the worker has no role any more."""
-        error = PeerLostError(f"worker {self._index} gets another role")
+        error = PeerLostError(f"worker {self._replicas.worker} gets another role")
         self._calls.fail(error, least_version=-1)
         self._exchange.begin_generation()
 
@@ -396,7 +382,9 @@ class Worker:
         The driver hears of the loss from other processes, or from Ray.
         """
         if peer.role in ("coordinator", "server"):
-            self._waits.failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+            self._waits.failure = PeerLostError(
+                f"worker {self._replicas.worker}: {peer} is gone ({reason})"
+            )
             self._calls.fail(self._waits.failure)
 
     def tick(self, now: float) -> None:
@@ -404,26 +392,26 @@ class Worker:
 
     def doing(self) -> Status:
         """Return what the worker computes or waits for, see `Role.doing`."""
-        share, ahead = self.computing, self._waits.ahead
-        since, pushed_at = self._since, self._pushed_at
-        if self._waits.calling:
+        doing, last, steps, ahead = self._doing, self._last, self._steps, self._waits.ahead
+        since = doing.since
+        if doing.what == "call":
             text = "runs a function between two steps"
-        elif share is not None and not self._stepping:
-            text = f"loads the first batch of share {share}"
-        elif share is not None:
-            text = f"computes share {share} from the weights of version {self._pushed[1]}"
-            text += self._to_come(None if ahead is None else (self.generation, ahead.version))
+        elif doing.what == "load":
+            text = f"loads the first batch of share {doing.share}"
+        elif doing.what == "step":
+            text = f"computes share {doing.share} from the weights of version {steps.pushed[1]}"
+            text += self._to_come(None if ahead is None else (steps.generation, ahead.version))
         elif self._stopped:
-            text = f"has version {self.version}, and takes no more steps"
-        elif self.version < self._floor or self._pushed == (self.generation, self.version):
-            wanted = max(self._floor, self.version + 1)
+            text = f"has version {steps.version}, and takes no more steps"
+        elif steps.version < steps.floor or steps.pushed == (steps.generation, steps.version):
+            wanted = max(steps.floor, steps.version + 1)
             text = f"waits for the weights of version {wanted}"
-            text += self._to_come((self.generation, wanted))
-            since = pushed_at or since
+            text += self._to_come((steps.generation, wanted))
+            since = last.at or since
         else:
-            text = f"has version {self.version}, and waits to be granted a step"
-            since = pushed_at + self._waited if pushed_at else since
-        return Status(text, self._now() - since)
+            text = f"has version {steps.version}, and waits to be granted a step"
+            since = last.at + last.waited if last.at else since
+        return Status(text, self._waits.now() - since)
 
     def _to_come(self, key: Key | None) -> str:
         """Return in words which weights of a version, and what else, have not come; "" for nothing."""
@@ -432,55 +420,26 @@ class Worker:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _take_grant(self, grant: Grant) -> None:
-        if grant.generation == self.generation:
-            self._stats, self._replicas.rates = grant.stats, grant.rates
-            self._limit = max(self._limit, grant.limit)
-
     def _take_lease(self, lease: Lease) -> None:
         """Take a share of the samples for the next step, unless the message is old or a copy."""
-        if lease.generation == self.generation:
-            self._stats = lease.stats
-            if (lease.generation, lease.version) > self._granted:  # else it is a copy
-                self._granted = (lease.generation, lease.version)
-                self._lease = range(lease.share, lease.share + lease.count), lease.version
-                self._ahead = range(lease.ahead[0], sum(lease.ahead)) if lease.ahead else range(0)
-                self._replicas.turn = lease.turn
-                self._exchange.committed(lease.committed)
-                counts, again = (
-                    lease.committed == self._exchange.sequence,
-                    self._pushed[0] != self.generation,
-                )
-                self._replicas.decided(counts=counts, again=again)
-
-    def _next_share(self, version: int) -> int | None:
-        """Return the number of the share to compute from the weights of a version; None if none.
-
-        If a step was begun early and given up, the one before is not taken again: some of its weights may have been
-        replaced already.
-        """
-        if self._pushed[0] == self.generation and self._pushed[1] >= version:
-            return None
-        if self._lease is not None:
-            shares, needed = self._lease
-            if version < needed:
-                return None
-            self._begun, self._lease = self._lease, None
-            self._replicas.leased_shares = len(shares)
-            return shares[0]
-        return version * self._members + self._index if version < self._limit else None
+        if self._steps.take_lease(lease):
+            self._replicas.turn = lease.turn
+            self._exchange.committed(lease.committed)
+            counts = lease.committed == self._exchange.sequence
+            again = self._steps.pushed[0] != self.generation
+            self._replicas.decided(counts=counts, again=again)
 
     def _take_version(self) -> None:
         """Use the newest version whose weights are all here."""
-        generation, version = self._complete
-        if generation >= self._baseline and version != self.version:
-            self.version = version
-            if not self._stepping:
-                self._waited = self._now() - self._pushed_at if self._pushed_at else 0.0
-            self._replicas.weights_changed()
-            if not self._stepping and (self._stopped or version >= self._limit):
-                self._replicas.go_on(version)  # else a step follows, in which they go on
-            self._run_calls()
+        if not self._steps.take_version():
+            return
+        last, steps = self._last, self._steps
+        if not self._doing.is_busy:
+            last.waited = self._waits.now() - last.at if last.at else 0.0
+        self._replicas.weights_changed()
+        if not self._doing.is_busy and (self._stopped or steps.version >= steps.limit):
+            self._replicas.go_on(steps.version)  # else a step follows, in which they go on
+        self._run_calls()
 
     def _run_calls(self, begins: int = -1) -> bool:
         """Run the calls whose version is here, unless a step is computed; return whether any ran.
@@ -488,16 +447,17 @@ class Worker:
         Args:
             begins: the version from which a step is about to begin, or -1.
         """
-        if self._stepping:
+        if self._doing.is_busy:
             return False
-        ready = self._calls.take_ready(self.generation, self.version, begins)
+        ready = self._calls.take_ready(self._steps.generation, self._steps.version, begins)
         if not ready:
             return False
         # such a function may wait for what its models need, and no step begins meanwhile
-        self._stepping, self._since = True, self._now()
-        self._waits.calling = True
+        doing = self._doing
+        doing.what, doing.since, doing.is_busy = "call", self._waits.now(), True
+        self._waits.begin(calling=True)
         self._waits.superseded = self._stopped
-        self._exchange.stand_at(self.generation, self.version)
+        self._exchange.stand_at(self._steps.generation, self._steps.version)
         try:
             about_to_change()
             self._replicas.go_on(self.version)
@@ -505,42 +465,50 @@ class Worker:
                 missed = call.miss is not None and self._is_past(call.version)
                 call.miss() if call.miss is not None and missed else call.run()
         finally:
-            self._stepping = False
-            self._waits.calling = False
+            doing.what, doing.is_busy = "", False
             if self._spans is not None:
-                self._spans.add(SpanKind.CALL, self._since, -1, self.version)
+                self._spans.add(SpanKind.CALL, doing.since, -1, self.version)
         self._replicas.forget_writes()
         if self._waits.defect is not None:
             raise self._waits.defect
         self._run_calls(begins)  # those that came while these waited
         return True
 
-    def _step(self, share: int, version: int) -> None:
-        """Take one step: compute and push a share from a version, then run calls that waited."""
+    def _step(self, step: Step) -> bool:
+        """Take a step: compute and push its share, then run calls that waited; return whether it has paused."""
         if self._calls.are_exact:
-            self._run_calls(version)
-        self._stepping, self._waits.superseded, self._waits.seconds = True, False, 0.0
-        self.computing, self._since = share, self._now()
-        if self._spans is not None and self._pushed_at:
-            self._spans.add(SpanKind.WAIT, self._pushed_at, share, version, ended=self._since)
+            self._run_calls(step.version)
+        last, spans = self._last, self._spans
+        if step.is_ahead:
+            leased = self._replicas.leases_samples
+            last.waited = 0.0 if leased else self._waits.now() - last.at
+        doing, began = self._doing, self._waits.now()
+        doing.what, doing.since, doing.share, doing.is_busy = "step", began, step.share, True
+        self._waits.begin(calling=False)
+        self._waits.ahead = self._ahead_of(step) if step.is_ahead else None
+        if last.at and spans is not None:
+            spans.add(SpanKind.WAIT, last.at, step.share, step.version, ended=began)
         try:
-            self._compute(share, version)
+            paused = self._compute(step)
         finally:
-            if self._spans is not None:
-                end = self._pushed_at if self._pushed_at > self._since else None
-                self._spans.add(SpanKind.COMPUTE, self._since, share, version, ended=end)
-            self._stepping, self._waits.ahead, self.computing = False, None, None
+            if spans is not None:
+                ended = last.at if last.at > began else None
+                spans.add(SpanKind.COMPUTE, began, step.share, step.version, ended=ended)
+            doing.what, doing.share, doing.is_busy, self._waits.ahead = "", None, False, None
         self._run_calls()
+        return paused
 
-    def _compute(self, share: int, version: int) -> None:
-        """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
-        before, self._pushed = self._pushed, (self.generation, version)
-        self._begin_to_push(version)
+    def _compute(self, step: Step) -> bool:
+        """Compute and push the gradient of a step, then send REPORT, or FAILED with the error; return if it paused."""
+        self._steps.begin(step)
+        self._replicas.leased_shares = step.count
+        if not step.is_ahead:  # else the last push may still have to be repeated
+            self._begin_to_push()
         if self._replicas.may_take_back:
             self._exchange.hold_back()
         self._between.finish()
         try:
-            result = self._compute_once(share, version)
+            result = self._compute_once(step)
             self._replicas.refuse_writes()
             self._replicas.require_norm()
             if len(result.metrics) > _MOST_METRICS:
@@ -551,31 +519,27 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
             if self._waits.defect is None:
                 self._replicas.forget_writes()
-                self._computed = None
+                self._last.gradient = None
                 if isinstance(error, PausedError):
-                    self._pushed, self._paused = before, True
-                    self._lease = self._lease or self._begun
-                    return
+                    self._steps.pause()
+                    return True
                 if not isinstance(error, AbandonedError):
                     self._replicas.batches.skip()
-                self._fail(self._pushed[1], error)
-                return
+                self._fail(error)
+                return False
         if self._waits.defect is not None:
             raise self._waits.defect
-        version = self._pushed[
-            1
-        ]  # a share that began before its lease got its version in the middle
-        report = self._report(result, version)
         try:
-            self._send(COORDINATOR, report.pack())
+            self._send(COORDINATOR, self._report(result).pack())
         except MessageTooLargeError as error:
-            self._fail(version, error)
-            return
-        self._pushed_at = self._now()
+            self._fail(error)
+            return False
+        self._last.at = self._waits.now()
         self._between.pump()
-        self._replicas.look_ahead(share)
-        if self._lease is None and version + 1 < self._limit:
-            self._between.when_idle(partial(self._load_next, version + 1))
+        self._replicas.look_ahead(step.share)
+        if step.version + 1 < self._steps.limit:
+            self._between.when_idle(partial(self._load_next, step.version + 1))
+        return False
 
     def wait_within(self, has_come: Callable[[], bool]) -> None:
         """Receive messages in the middle of a step, or of a function between two steps, until `has_come` returns True.
@@ -588,31 +552,30 @@ class Worker:
         """Return whether a call waits only for the present step's end."""
         return self._calls.has_ready(self.generation, self.version)
 
-    def _begin_to_push(self, version: int) -> None:
-        """Begin the push of a gradient that is computed from a version's weights, if these are here."""
-        if self._waits.ahead is None:  # else the last push may still have to be repeated
-            is_last = version + 1 >= self._limit
-            self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
+    def _begin_to_push(self) -> None:
+        """Begin the push of a gradient; the weights that it is computed from are here."""
+        generation, version = self._steps.pushed
+        is_last = version + 1 >= self._steps.limit
+        self._exchange.begin(generation, version, self._incarnation, is_last=is_last)
 
     def _load_next(self, version: int) -> None:
         """Load the next step's first batch, while the weights of its version are awaited."""
-        granted = version == self._pushed[1] + 1 and version < self._limit
-        if granted and not self._stepping and not self._stopped:
-            self._since = self._now()
-            self.computing = version * self._members + self._index
-            self._replicas.load_ahead(self.computing)
-            if self._spans is not None:
-                self._spans.add(SpanKind.LOAD, self._since, self.computing, version)
-            self.computing = None
+        share = self._steps.follows(version)
+        if share is None or self._doing.is_busy or self._stopped:
+            return
+        doing = self._doing
+        doing.what, doing.since, doing.share = "load", self._waits.now(), share
+        self._replicas.load_ahead(share)
+        if self._spans is not None:
+            self._spans.add(SpanKind.LOAD, doing.since, share, version)
+        doing.what, doing.share = "", None
 
-    def _report(self, result: WorkerResult, version: int) -> Report:
-        """Return the report of a gradient that has been sent, computed from a version."""
-        sequence = self._exchange.end()
-        pulled = self._exchange.bytes_pulled - self._reported
-        self._reported += pulled
+    def _report(self, result: WorkerResult) -> Report:
+        """Return the report of the gradient that has been sent."""
+        sent, gradient = self._exchange.end(), self._last.gradient
         stats: dict[str, Any] = {}
-        if self._stats:
-            waited = self._waited + self._waits.seconds - self._replicas.batches.seconds_ahead
+        if self._steps.stats:
+            waited = self._last.waited + self._waits.seconds - self._replicas.batches.seconds_ahead
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
             stats["weights"] = dict(result.weights)
@@ -621,31 +584,31 @@ class Worker:
             *(
                 self.generation,
                 self._incarnation,
-                sequence,
-                version,
+                sent.sequence,
+                self._steps.pushed[1],
                 result.weight,
                 result.samples,
-                self._exchange.bytes_pushed,
-                pulled,
+                sent.bytes_pushed,
+                sent.bytes_pulled,
             ),
             **stats,
             fragment=self._replicas.fragment,
-            more=None if self._computed is None else self._computed.more or None,
+            more=None if gradient is None else gradient.more or None,
             hyper=said["hyper"],
             clip=said["clip"],
             digest=said["digest"],
             notes=said["notes"],
             overflowed=said["overflowed"],
-            audit=None if self._computed is None else self._computed.audit,
+            audit=None if gradient is None else gradient.audit,
         )
 
-    def _compute_once(self, share: int, version: int) -> WorkerResult:
-        """Push the gradient of a share; one that was computed from the same weights is pushed again."""
-        done, self._computed = self._computed, None
-        if done is None or (done.share, done.version) != (share, version):
+    def _compute_once(self, step: Step) -> WorkerResult:
+        """Push the gradient of a step; one that was computed from the same weights is pushed again."""
+        done, self._last.gradient = self._last.gradient, None
+        if done is None or (done.step.share, done.step.version) != (step.share, step.version):
             pushes: list[Any] = []
             # before the worker's own share, whose gradient stays where servers read it
-            audit = None if self._auditor is None else self._auditor.begin(version)
+            audit = None if self._auditor is None else self._auditor.begin(step.version)
 
             def push(*chunk: Any) -> None:
                 pushes.append(chunk)
@@ -659,7 +622,7 @@ class Worker:
 
             self._replicas.take_back = take_back
             self._replicas.watch = None if audit is None else audit.own.add_batch
-            result = self._replicas.compute(share, push, self._stats)
+            result = self._replicas.compute(step.share, push, self._steps.stats)
             self._replicas.take_back = self._replicas.watch = None
             audited = None
             if audit is not None:
@@ -667,12 +630,14 @@ class Worker:
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waits.seconds, 0.0)
             more = self._exchange.logged()
-            done = _PushedShare(share, self._pushed[1], result, pushes, more, audited)
+            if step.is_ahead:  # its lease has said the version
+                step = replace(step, version=self._steps.pushed[1])
+            done = _PushedShare(step, result, pushes, more, audited)
         else:
             self._waits.arrive()
             for chunk in done.pushes:
                 self._push(*chunk)
-        self._computed = done
+        self._last.gradient = done
         return done.result
 
     def _push(
@@ -680,19 +645,19 @@ class Worker:
     ) -> None:
         """Push a complete chunk, and let bytes move, except after the last one, which leaves with the report."""
         with self._waits.own_work():
-            began = 0.0 if self._spans is None else self._now()
+            spans = self._spans
+            began = 0.0 if spans is None else spans.now()
             if self._exchange.ready(chunk, payload, unit, total, absent):
                 self._between.pump()
-            if self._spans is not None:
-                self._spans.add(
-                    SpanKind.PUSH, began, self._exchange.sequence, self._pushed[1], chunk
-                )
+            if spans is not None:
+                version = self._steps.pushed[1]
+                spans.add(SpanKind.PUSH, began, self._exchange.sequence, version, chunk)
 
-    def _fail(self, version: int, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Send the coordinator FAILED with an error of the user's code, unless it was abandoned."""
+        version = self._steps.pushed[1]
         if isinstance(error, AbandonedError):
-            log.debug("worker %d: step at version %d abandoned", self._index, version)
+            log.debug("worker %d: step at version %d abandoned", self._replicas.worker, version)
             return
-        failed = Failed(self.generation, self._incarnation, version, **describe_error(error))
-        self._raised = failed.generation, failed.error
-        self._send(COORDINATOR, failed.pack())
+        self._failed = Failed(self.generation, self._incarnation, version, **describe_error(error))
+        self._send(COORDINATOR, self._failed.pack())

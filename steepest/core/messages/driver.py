@@ -39,7 +39,7 @@ class AskForSteps(Body):
     sequence: Sequence
     steps: Annotated[int, COUNT]  # beyond those that were asked for before
     stats: Annotated[bool, FLAG] = True  # whether results are to have loss, metrics and timings
-    # that hold instead of the schedule's, see `steepest.core.protocol.rates`
+    # that hold instead of the schedule's, see `steepest.core.protocol.commit_state`
     rates: Annotated[RateChanges, RATES] = ()
 
 

@@ -371,20 +371,22 @@ class Schedule:
 
     Args:
         spec: of the optimizer and its schedule.
-        count: how often the scheduler is stepped before a training step; by default as often as
-            there were steps.
+        per_step: how often the scheduler is stepped in a training step.
+        first: how often it was before the first one.
     """
 
-    def __init__(
-        self, spec: OptimizerSpec, count: Callable[[int], int] = lambda step: step
-    ) -> None:
+    def __init__(self, spec: OptimizerSpec, per_step: int = 1, first: int = 0) -> None:
         self._spec = spec
-        self._count = count
+        self._per_step, self._first = per_step, first
         self._base = [dict(hyper) for _, hyper in spec.groups]
         self._step = 0
         self._scheduler: LRScheduler | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._by_optimizer: set[str] = set()  # what the optimizer's own step has changed
+
+    def _count(self, step: int) -> int:
+        """Return how often the scheduler is stepped before a training step."""
+        return step * self._per_step + self._first
 
     def at(self, step: int) -> list[Hyperparameters]:
         """Return the hyperparameters of a step that differ from the recipe's, by group.

@@ -1,13 +1,16 @@
-"""The state of a coordinator: versions, staged pushes, and how servers learn of decisions. Pure."""
+"""The state of a coordinator: versions, staged pushes, rates, counters and log, and how servers learn of them. Pure."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from steepest.core.messages.fields import RateChanges
+from steepest.core.messages.fields import RateChanges, Rates
 from steepest.core.messages.gradients import CommitOrder, Decision
 from steepest.core.messages.membership import Members
 from steepest.core.messages.message import Message, Peer, server_peer
@@ -19,10 +22,175 @@ from steepest.core.protocol.commit_rules import (
     pushes_per_update,
     stages_each,
 )
-from steepest.core.protocol.history import CommitHistory
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
 from steepest.core.protocol.sample_leases import Leases
 from steepest.errors import ProtocolError
+
+
+def rates_at(changes: RateChanges, step: int) -> Rates:
+    """Return the rates that are set for a step.
+
+    Example:
+        >>> rates_at([(5, [0.1]), (9, None)], 4), rates_at([(5, [0.1]), (9, None)], 5)
+        (None, [0.1])
+    """
+    begun = begun_by(changes, step)
+    return changes[begun - 1][1] if begun else None
+
+
+def begun_by(changes: RateChanges, step: int) -> int:
+    """Return how many changes, which are sorted by step, take effect at a step or before it."""
+    return bisect_right(changes, step, key=lambda change: change[0])
+
+
+def changes_since(changes: RateChanges, step: int) -> RateChanges:
+    """Return the changes without those that another change has replaced by `step`.
+
+    Example:
+        >>> changes_since([(2, [0.3]), (5, [0.1]), (9, None)], 6)
+        [(5, [0.1]), (9, None)]
+    """
+    begun = begun_by(changes, step)
+    in_force = begun > 0 and changes[begun - 1][1] is not None
+    return list(changes[begun - in_force :])
+
+
+def with_rates(
+    hyper: list[dict[str, Any]], changes: RateChanges, step: int
+) -> list[dict[str, Any]]:
+    """Return hyperparameters of a step (from 0), by parameter group, with the learning rates that are set."""
+    rates = rates_at(changes, step)
+    if rates is None:
+        return hyper
+    return [{**group, "lr": rate} for group, rate in zip(hyper, rates, strict=True)]
+
+
+#: The most bytes of JSON of log entries in one answer. A single larger entry is sent all the same:
+#: it fits into a message, as a commit's hyperparameters are limited (see `Schedule.at`) and each of
+#: its pushes is some numbers.
+LOG_PAGE = 1 << 20
+#: A worker is a straggler when it computes this many times as long as the median of the others.
+SLOW = 2.0
+
+
+class CommitHistory:
+    """The commits of one job.
+
+    Args:
+        keep_log: whether to keep each commit, for a replay.
+
+    Attributes:
+        committed: number of versions.
+        skipped: number of versions that changed nothing.
+        dropped: number of pushes that will never be committed.
+        staleness: number of committed pushes by their staleness, in versions.
+        paces: by worker, the seconds that it computes for one share of samples, as a running mean.
+    """
+
+    def __init__(self, keep_log: bool = False) -> None:
+        self.committed = self.skipped = self.dropped = 0
+        self.staleness: Counter[int] = Counter()
+        self.paces: dict[int, float] = {}
+        self._ascending: list[float] = []  # the paces
+        self._slow_since: dict[int, int] = {}
+        self._log: list[list[Any]] | None = [] if keep_log else None
+
+    def add(self, entry: list[Any], staleness: Iterable[int], *, skipped: bool) -> None:
+        """Count a commit, and keep its entry if the log is kept.
+
+        Args:
+            entry: see `steepest.core.engine.commit_log.Commit.from_entry`.
+            staleness: of each of its pushes, in versions.
+            skipped: whether the version changes nothing.
+        """
+        self.committed += 1
+        self.skipped += skipped
+        self.staleness.update(staleness)
+        if self._log is not None:
+            self._log.append(entry)
+
+    def add_timings(
+        self, worker: int, timings: Mapping[str, float], step: int, shares: int = 1
+    ) -> None:
+        """Update a worker's pace, and whether it is a straggler.
+
+        Args:
+            timings: seconds by part of its push; without "compute" nothing changes.
+            step: of the push.
+            shares: number of shares that the push is computed from.
+        """
+        if (seconds := timings.get("compute")) is not None:
+            seconds /= shares
+            before = self.paces.get(worker)
+            if before is not None:
+                del self._ascending[bisect_left(self._ascending, before)]
+            pace = seconds + 0.8 * ((seconds if before is None else before) - seconds)
+            self._compare(worker, pace, step)
+            self.paces[worker] = pace
+            insort(self._ascending, pace)
+
+    def _compare(self, worker: int, pace: float, step: int) -> None:
+        """Compare a worker's pace with the others'; if it is a straggler, note the first such step."""
+        others = self._ascending
+        if others and pace > SLOW * others[len(others) // 2]:
+            self._slow_since.setdefault(worker, step)
+        else:
+            self._slow_since.pop(worker, None)
+
+    def count_dropped(self, pushes: int) -> None:
+        """Add a number of pushes that will never be committed."""
+        self.dropped += pushes
+
+    def counts(self) -> dict[str, Any]:
+        """Return "committed", "skipped", "dropped" and "staleness" as `load_state` takes them."""
+        counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}
+        return {**counts, "staleness": sorted(self.staleness.items())}
+
+    def load_state(self, counts: dict[str, Any]) -> None:
+        """Replace the counters by those that `counts` or `counters` of another history returned."""
+        self.committed = counts["committed"]
+        self.skipped = counts["skipped"]
+        self.dropped = counts["dropped"]
+        self.staleness = Counter(dict(counts["staleness"]))
+
+    @property
+    def keeps_log(self) -> bool:
+        """Whether each commit is kept."""
+        return self._log is not None
+
+    def forget_log(self) -> None:
+        """Empty the log: weights were installed that earlier commits do not explain."""
+        if self._log is not None:
+            self._log.clear()
+
+    def counters(self) -> dict[str, Any]:
+        """Return `counts`, and the workers' speed.
+
+        "paces" has (worker, seconds), "slow" has (straggler, the step since which it is slow).
+        """
+        paces, slow = sorted(self.paces.items()), sorted(self._slow_since.items())
+        return {**self.counts(), "paces": paces, "slow": slow}
+
+    def page(self, first: int) -> dict[str, Any]:
+        """Return a page of the log.
+
+        Args:
+            first: index of the page's first entry.
+
+        Returns:
+            "log", the entries, and "length" of the whole log; if none is kept, only "log", which is None.
+        """
+        if self._log is None:
+            return {"log": None}
+        page: list[list[Any]] = []
+        size = 0
+        for index in range(first, len(self._log)):
+            size += len(json.dumps(self._log[index]))
+            if page and size > LOG_PAGE:
+                break
+            page.append(self._log[index])
+        return {"log": page, "length": len(self._log)}
+
 
 #: Messages in the order in which they are sent, each with its receiver.
 Outgoing = list[tuple[Peer, Message]]
@@ -40,7 +208,8 @@ class CommitState:
         servers: indices of all servers.
         holding: the servers that hold trainable chunks, whose staging is awaited.
         rule: decides which staged pushes become the next version.
-        schedule: of the hyperparameters, if it has a state.
+        schedule: of the hyperparameters, if there is one.
+        sets_rates: whether learning rates that a user sets hold instead of the schedule's.
         keep_log: whether to keep every commit, for a replay.
         witnessed: whether servers remember the decisions, so that these outlive this process: a
             client learns of a commit when a server in another process knows it.
@@ -54,6 +223,7 @@ class CommitState:
         holding: frozenset[int],
         rule: CommitRule,
         schedule: Schedule | None = None,
+        sets_rates: bool = True,
         keep_log: bool = False,
         witnessed: bool = False,
     ) -> None:
@@ -74,9 +244,9 @@ class CommitState:
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
         self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
         self.pushes_per_update = pushes_per_update(rule, max(len(members), 1))
-        self.rates: RateChanges = ()  # learning rates that hold instead of the schedule's
+        self.rates: RateChanges = ()  # learning rates that a user has set
         self.schedule_behind = False  # whether the schedule has not reached the open step yet
-        self._schedule = schedule
+        self._schedule, self._sets_rates = schedule, sets_rates
         self._witnessed = witnessed
         self._decisions = 0  # that servers were sent; counted where servers remember them
 
@@ -138,6 +308,13 @@ class CommitState:
         if version > self.version:
             raise ProtocolError(f"LOGGED of version {version}, the last is {self.version}")
         self.logged = max(self.logged, version)
+
+    def hyperparameters(self, step: int) -> list[dict[str, Any]]:
+        """Return the hyperparameters of a step that differ from the servers' own, by parameter group."""
+        if self._schedule is None:
+            return []
+        hyper = self._schedule.at(step)
+        return with_rates(hyper, self.rates, step) if self._sets_rates else hyper
 
     def reach_schedule(self) -> bool:
         """Advance the schedule for a fraction of a second; return whether it is up to date."""

@@ -23,17 +23,17 @@ from steepest.core.messages.gradients import (
 )
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
 from steepest.core.messages.snapshots import Read, Snapshot
-from steepest.core.protocol.agreement import UnlikeError, agreed
 from steepest.core.protocol.commit_rules import Staged, Verdict
-from steepest.core.protocol.commit_state import CommitState, Outgoing
+from steepest.core.protocol.commit_state import CommitState, Outgoing, with_rates
 from steepest.core.protocol.push_tracking import (
     MOST_CULPRITS,
     Reports,
     StagedEach,
     StagedTogether,
+    UnlikeError,
+    agreed,
     clip_factor,
 )
-from steepest.core.protocol.rates import with_rates
 from steepest.core.protocol.sample_leases import Ledger
 from steepest.core.status import Status
 from steepest.errors import ProtocolError, describe_error

@@ -1,7 +1,8 @@
-"""Flat memory of payloads, NumPy's or torch's: a process without tensors does without torch."""
+"""Flat memory, NumPy's or torch's, and sums of squares in it: a process without tensors does without torch."""
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -67,3 +68,17 @@ def copy_bytes(target: Memory, source: Memory) -> None:
         target[:] = source
     else:
         as_tensor(target).copy_(as_tensor(source))
+
+
+def sum_of_squares(vector: torch.Tensor) -> float:
+    """Return the sum of squares of a flat vector; infinite or NaN only when an element is."""
+    import torch
+
+    if vector.dtype in (torch.float32, torch.float64):
+        result = float(torch.dot(vector, vector))
+    else:
+        result = float(torch.linalg.vector_norm(vector, dtype=torch.float32)) ** 2
+    if math.isfinite(result) or not bool(torch.isfinite(vector).all()):
+        return result
+    # Float32 overflowed.
+    return min(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), 1e154) ** 2

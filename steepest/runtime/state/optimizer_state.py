@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.saved_rows import TABLES
+from steepest.core.engine.exchange import COMPRESSION
 from steepest.core.engine.job import Job
 from steepest.core.engine.optimizer_slices import assemble
-from steepest.core.engine.push_pull import COMPRESSION
 from steepest.core.engine.replica_states import mean_states
 from steepest.core.engine.replicas import InnerOptimizerState
 from steepest.core.engine.shared_state import SharedState

@@ -27,8 +27,7 @@ from steepest.core.messages.message import (
 )
 from steepest.core.status import Status
 from steepest.core.tensors.half_precision import sum_dtype
-from steepest.core.tensors.memory import Memory
-from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.tensors.memory import Memory, sum_of_squares
 from steepest.core.transport.router import Router
 from steepest.errors import ProtocolError
 from steepest.strategies.compression.gradient_compressor import GradientCompressor

@@ -10,8 +10,8 @@ import torch
 
 from steepest.core.tensors.codec import Codec, Factors
 from steepest.core.tensors.layout import Chunk, ParameterLayout, Slice
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.core.tensors.shared_memory import allocate
-from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import CheckpointError
 
 _ALIGNMENT = 64  # bytes

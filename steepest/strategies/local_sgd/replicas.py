@@ -28,11 +28,11 @@ from steepest.core.models.protocol import (
 )
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
+from steepest.core.protocol.commit_state import with_rates
 from steepest.core.protocol.push_tracking import clip_factor
-from steepest.core.protocol.rates import with_rates
 from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.core.tensors.shared_memory import allocate
-from steepest.core.tensors.squares import sum_of_squares
 from steepest.strategies.local_sgd.own_weights import OwnWeights, is_own_weight
 
 

@@ -6,7 +6,14 @@ from functools import partial
 
 import torch
 
-from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.core.engine.exchange import (
+    NOTHING_YET,
+    Arrived,
+    Exchange,
+    ExchangeAround,
+    Sent,
+    WaitUntil,
+)
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.job import Job
 from steepest.core.messages.gradients import HostPush, Weights
@@ -94,14 +101,6 @@ class GroupExchange(ExchangeAround):
 
     def _memory(self) -> Sums:
         return Sums(self._layout, self._narrow, self._home)
-
-    @property
-    def bytes_pushed(self) -> int:
-        """Bytes to other processes in this step: those of a ring, (W - 1) / W of each byte that it passes on.
-
-        These are the bytes of a gradient, and once more those of which each worker gets the sum.
-        """
-        return self.inner.bytes_pushed + self._moved * (self._size - 1) // self._size
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
         """See `Exchange`."""
@@ -205,15 +204,21 @@ class GroupExchange(ExchangeAround):
         self._group.wake()
         return self._missing > 0
 
-    def end(self) -> int:
-        """Add up and push the chunks that were held back; return the push's sequence number."""
+    def end(self) -> Sent:
+        """Add up and push the chunks that were held back; return what has travelled.
+
+        Of a ring these are (W - 1) / W of each byte that it passes on: the bytes of a gradient, and once more those of
+        which each worker gets the sum.
+        """
         for kept in self._kept:
             self.inner.ready(*kept)
         self._kept.clear()
         if self._own is not None and self._group is not None:
             self._own.held_back = False
             self._group.wake()
-        return super().end()
+        sent = super().end()
+        moved = self._moved * (self._size - 1) // self._size
+        return sent._replace(bytes_pushed=sent.bytes_pushed + moved)
 
     # -- what comes of the group -----------------------------------------------------------------
 

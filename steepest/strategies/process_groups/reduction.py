@@ -13,7 +13,7 @@ from steepest.core.messages.gradients import HostPush
 from steepest.core.messages.message import PushId
 from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.core.tensors.squares import sum_of_squares
+from steepest.core.tensors.memory import sum_of_squares
 from steepest.errors import DataPlaneError
 from steepest.strategies.process_groups.group import Await, Gather, Operation, Program, Reduce
 
