@@ -11,8 +11,8 @@ import torch
 
 from steepest.core.engine.step_waits import (
     AbandonedError,
-    Ahead,
     BetweenTurns,
+    StepAhead,
     StepWaits,
     apart_from_models,
 )
@@ -38,7 +38,7 @@ class Turns:
         nothing = lambda *_: None  # noqa: E731
         between = BetweenTurns(nothing, nothing, nothing, self.receive, self.receive)
         waits = StepWaits(between, lambda: False)
-        waits.ahead = Ahead(3, lambda: not self.things, self.begin_push)
+        waits.ahead = StepAhead(3, lambda: not self.things, self.begin_push)
         return waits
 
     def receive(self) -> None:

@@ -48,7 +48,7 @@ class AbandonedError(Exception):
 
 
 @dataclass(frozen=True)
-class Ahead:
+class StepAhead:
     """A step that began before its weights were here."""
 
     version: int  # that it is to be computed from; -1 if its lease will say
@@ -85,7 +85,7 @@ class StepWaits:
 
     def __init__(self, between: BetweenTurns, call_waits: Callable[[], bool]) -> None:
         self._between, self._call_waits = between, call_waits
-        self.ahead: Ahead | None = None
+        self.ahead: StepAhead | None = None
         self.superseded = False
         self.calling = False
         self.failure: PeerLostError | None = None

@@ -19,9 +19,9 @@ from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.step_waits import (
     AbandonedError,
-    Ahead,
     BetweenTurns,
     PausedError,
+    StepAhead,
     StepWaits,
     WaitingCall,
     WaitingCalls,
@@ -352,12 +352,12 @@ class Worker:
             return None
         return step
 
-    def _ahead_of(self, step: Step) -> Ahead:
+    def _ahead_of(self, step: Step) -> StepAhead:
         """Return what a step waits for that begins before its weights, or its lease, are here."""
         if self._replicas.leases_samples:
             has_lease = partial(self._steps.has_lease, step.share)
-            return Ahead(-1, has_lease, self._begin_leased)
-        return Ahead(step.version, lambda: self.version >= step.version, self._begin_to_push)
+            return StepAhead(-1, has_lease, self._begin_leased)
+        return StepAhead(step.version, lambda: self.version >= step.version, self._begin_to_push)
 
     def _begin_leased(self) -> None:
         """Begin the push of a share whose lease has come in the middle of its step."""
