@@ -111,7 +111,7 @@ SAID: list[Body] = [
     users.PushCommitted(3, 5),
     users.PushRefused(3, CULPRITS),
     users.UserLeft(100),
-    rows.PullRows(1, 7, 4, 2, training=True),
+    rows.PullRows(1, 7, 4, [[2, 5, True]]),
     rows.Rows(1, 7, 4, "a table is full"),
     collective.Data(1, 3, 2, 0),
     collective.Connected(),
