@@ -57,7 +57,8 @@ class MessageKind(enum.IntEnum):
     and declares their senders and receivers by `OpaqueParts.lines`: in other jobs they are refused.
     """
 
-    __hash__ = int.__hash__  # an Enum's own is a function in Python, called several times for each message
+    # an Enum's own is a function in Python, called several times for each message
+    __hash__ = int.__hash__
 
 
 class Kind(MessageKind):
