@@ -29,7 +29,7 @@ from steepest.tables.state import appended
 from steepest.tables.table import Table
 from tests.checkpoint_contents import content
 
-DIM, FIRST, SEEN, LIVES = 2, 0.5, 2, 6
+DIM, FIRST, SEEN, LIVES = 2, 0.5, 2, 1
 NAMES = ("a", "b", "c", "counted", "short")
 IDS = [*range(12), 2**40, 2**62]
 ACTIONS = [
@@ -38,7 +38,7 @@ ACTIONS = [
     *(["restore"] * 2),
     "import rows",
     "hand over",
-    "evict",
+    *(["evict and save"] * 2),
 ]
 
 
@@ -213,6 +213,11 @@ class RowStreams:
             self.known["short"].rows = {
                 key: row for key, row in rows.items() if self.version - row[2] <= LIVES
             }
+
+    def evict_and_save(self) -> None:
+        """Remove old rows, which an increment has to say."""
+        self.evict()
+        self.save()
 
     def hand_over(self) -> None:
         """Send each shard to another server, as a job does that is set back or gets other servers."""
