@@ -373,6 +373,60 @@ def test_a_sum_that_is_taken_for_a_mean_is_found_out(
         assert "reduction='sum'" in text
 
 
+CLASS_WEIGHTS = torch.tensor([1.0, 4.0], dtype=torch.float64)
+
+
+def ignoring(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Leave out the targets of a third of the samples, of which batches have some or none."""
+    classes = target.argmax(1)
+    classes[output[:, 0] > output[:, 0].mean()] = -100
+    return classes
+
+
+WEIGHED: dict[str, tuple[Any, bool]] = {
+    "class weights": (lambda o, t: F.cross_entropy(o, t.argmax(1), CLASS_WEIGHTS), True),
+    "ignored targets": (lambda o, t: F.cross_entropy(o, ignoring(o, t)), True),
+    "weights amid a sum": (
+        lambda o, t: 0.1 * F.cross_entropy(o, t.argmax(1), CLASS_WEIGHTS) + F.mse_loss(o, t),
+        True,
+    ),
+    "said": (
+        lambda o, t: (
+            F.cross_entropy(o, t.argmax(1), CLASS_WEIGHTS),
+            float(CLASS_WEIGHTS[t.argmax(1)].sum()),
+        ),
+        False,
+    ),
+    "classes": (lambda o, t: F.cross_entropy(o, t.argmax(1)), False),
+    "positions of an image": (
+        lambda o, t: F.cross_entropy(
+            o[:, :, None, None].expand(-1, -1, 2, 3), t.argmax(1)[:, None, None].expand(-1, 2, 3)
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "is_told"), WEIGHED.values(), ids=WEIGHED)
+def test_a_mean_by_weights_that_are_not_said_is_warned_of(
+    loss: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once by each worker, and not where one process has the whole batch."""
+    alone, cluster = (
+        InProcessCluster(
+            Task(loss=loss, data=samples(13), batch_size=12 // count).creator(), num_workers=count
+        )
+        for count in (1, 3)
+    )
+    alone.step(8)
+    assert not caplog.messages
+    cluster.step(8)
+    assert len(caplog.messages) == 3 * is_told
+    assert all("return (loss, weight)" in text for text in caplog.messages)
+    if not is_told:
+        assert difference(cluster.weights(), alone.weights()) < 1e-12
+
+
 # -- weights ---------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,13 @@ SUMMED = (
 #: appended if it is not certain that samples are added up
 PERHAPS = ", if its rows are samples"
 
+#: why a mean by weights is warned of
+WEIGHED = (
+    "the loss is a mean over {:g} where the batch has {} targets ({}): it has class weights, or ignores some. Workers' "
+    "gradients are averaged by samples, which is not one process's mean: return (loss, weight), with that number as "
+    "the weight"
+)
+
 _NO_MEAN = 0.5  # a sum of three or more samples times this factor or more is not taken for a mean
 _REDUCTIONS = ("none", "mean", "sum")  # as torch's loss functions number them
 #: Operations on single numbers that are linear, or choose one of them.
@@ -49,7 +56,7 @@ class LossReduction:
         name: of the operation, such as "MseLoss" or "sum()".
         kind: what it makes of them.
         rows: the length of their first dimension; 0 if they have none.
-        size: how many they are.
+        size: how many they are; of a loss of classes, how many targets.
         counted: of how many it is the mean; where they have weights, the sum of these.
         multiplied, divided: by what the loss multiplies and divides it.
         inside: the first function on the way to the loss that is not linear, such as "sqrt()"; "" without one.
@@ -152,6 +159,10 @@ def _reduction(node: Any, name: str, way: _Way) -> LossReduction | None:
         shape = tuple(node._saved_self.shape)
     else:
         return None
+    if name.startswith("NllLoss"):
+        shape = (
+            shape[:1] + shape[2:] if len(shape) > 1 else (1,)
+        )  # without the dimension of classes
     size = counted = math.prod(shape)
     if (
         kind is ReductionKind.MEAN
@@ -206,4 +217,13 @@ def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
             return each.name, not is_scaled
         if not each.is_torchs and each.rows == samples and len(every) == 1:
             return each.name, False
+    return None
+
+
+def weighed_mean(loss: torch.Tensor) -> LossReduction | None:
+    """Return the mean that a loss takes over another number than that of its targets; None without one."""
+    for each in reductions(loss):
+        is_mean = each.kind is ReductionKind.MEAN
+        if is_mean and not math.isclose(each.counted, each.size, rel_tol=1e-5):
+            return each
     return None

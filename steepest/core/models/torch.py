@@ -24,7 +24,7 @@ from steepest.core.models.arguments import (
     sparse_gradient,
 )
 from steepest.core.models.containers import changed_parts
-from steepest.core.models.loss_graph import PERHAPS, SUMMED, summed_by
+from steepest.core.models.loss_graph import PERHAPS, SUMMED, WEIGHED, summed_by, weighed_mean
 from steepest.core.models.losses import (
     ONE_SAMPLE,
     Loss,
@@ -62,6 +62,7 @@ from steepest.errors import ModelError
 log = logging.getLogger(__name__)
 
 _TEXTS = ("U", "T", "O")  # kinds of NumPy's dtypes: text of one length, of any, and objects
+_MOST_LOOKS = 16  # losses of a model that are looked at
 _DO = "return the mean, or give TorchModel(reduction='sum'), or return (loss, weight)"
 
 LossFunction = Callable[..., Loss | tuple[Loss, float]]
@@ -154,7 +155,7 @@ class TorchModel(Model):
     _ready: Ready | None = None  # of the backward pass that runs
     _weight = 0.0  # of the present batch
     _evaluates = False  # a batch, instead of training on it
-    _looked_for_sums = False
+    _looks = 0  # losses that were looked at
     _has_learned = False  # whether the loss of any batch has depended on a trained parameter
     #: of the layout, see `steepest.core.tensors.layout`; a subclass' model may have some
     opaque_chunks = 0
@@ -492,20 +493,29 @@ class TorchModel(Model):
             raise
         self._has_learned = True
         alone = not isinstance(result, tuple) and weighed.loss.requires_grad
-        if not self._looked_for_sums and alone:
-            self._look_for_sums(weighed)
+        if alone and self._looks < _MOST_LOOKS:
+            self._look_at(weighed)
         return weighed
 
-    def _look_for_sums(self, weighed: Weighed) -> None:
-        """Check once, if several batches make an update, that the loss is a mean; ModelError: it is a sum."""
+    def _look_at(self, weighed: Weighed) -> None:
+        """Check of the first losses, if several batches make an update, that they are means over samples.
+
+        The first one may not be a sum; one that is a mean by weights is warned of.
+
+        Raises:
+            ModelError: it is a sum.
+        """
         if self._sums or self._share is None or self._share.whole == self._share.samples:
             return
-        if (operation := summed_by(weighed.loss, weighed.samples)) is not None:
+        if not self._looks and (operation := summed_by(weighed.loss, weighed.samples)) is not None:
             name, is_certain = operation
             if is_certain:
                 raise ModelError(SUMMED.format(name, _DO))
             log.warning(SUMMED.format(name, _DO) + PERHAPS)
-        self._looked_for_sums = True
+        self._looks += 1
+        if (mean := weighed_mean(weighed.loss)) is not None:
+            log.warning(WEIGHED.format(mean.counted, mean.size, mean.name))
+            self._looks = _MOST_LOOKS  # told once
 
     def _run_backward(self, loss: torch.Tensor, ready: Ready, factor: float) -> None:
         """Compute the gradients of a loss times a factor, and call `ready` for each."""
