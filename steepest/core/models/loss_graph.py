@@ -56,7 +56,8 @@ class LossReduction:
         name: of the operation, such as "MseLoss" or "sum()".
         kind: what it makes of them.
         rows: the length of their first dimension; 0 if they have none.
-        size: how many they are; of a loss of classes, how many targets.
+        size: how many they are.
+        targets: how many they are without the dimension of classes.
         counted: of how many it is the mean; where they have weights, the sum of these.
         multiplied, divided: by what the loss multiplies and divides it.
         inside: the first function on the way to the loss that is not linear, such as "sqrt()"; "" without one.
@@ -67,6 +68,7 @@ class LossReduction:
     kind: ReductionKind
     rows: int
     size: int
+    targets: int
     counted: float
     multiplied: float
     divided: float
@@ -159,11 +161,10 @@ def _reduction(node: Any, name: str, way: _Way) -> LossReduction | None:
         shape = tuple(node._saved_self.shape)
     else:
         return None
+    size = targets = math.prod(shape)
     if name.startswith("NllLoss"):
-        shape = (
-            shape[:1] + shape[2:] if len(shape) > 1 else (1,)
-        )  # without the dimension of classes
-    size = counted = math.prod(shape)
+        targets = math.prod(shape[:1] + shape[2:]) if len(shape) > 1 else 1
+    counted: float = size
     if (
         kind is ReductionKind.MEAN
         and (weight := getattr(node, "_saved_total_weight", None)) is not None
@@ -174,6 +175,7 @@ def _reduction(node: Any, name: str, way: _Way) -> LossReduction | None:
         kind,
         shape[0] if shape else 0,
         size,
+        targets,
         counted,
         way.multiplied,
         way.divided,
@@ -194,7 +196,7 @@ def weighted(parts: torch.Tensor, gradient: torch.Tensor) -> LossReduction | Non
         return None
     rows, size = len(parts), parts.numel()
     name = "backward(gradient)"
-    return LossReduction(name, ReductionKind.SUM, rows, size, size, factor, 1.0, "", False)
+    return LossReduction(name, ReductionKind.SUM, rows, size, size, size, factor, 1.0, "", False)
 
 
 def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
@@ -224,6 +226,6 @@ def weighed_mean(loss: torch.Tensor) -> LossReduction | None:
     """Return the mean that a loss takes over another number than that of its targets; None without one."""
     for each in reductions(loss):
         is_mean = each.kind is ReductionKind.MEAN
-        if is_mean and not math.isclose(each.counted, each.size, rel_tol=1e-5):
+        if is_mean and not math.isclose(each.counted, each.targets, rel_tol=1e-5):
             return each
     return None

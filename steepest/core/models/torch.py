@@ -514,7 +514,7 @@ class TorchModel(Model):
             log.warning(SUMMED.format(name, _DO) + PERHAPS)
         self._looks += 1
         if (mean := weighed_mean(weighed.loss)) is not None:
-            log.warning(WEIGHED.format(mean.counted, mean.size, mean.name))
+            log.warning(WEIGHED.format(mean.counted, mean.targets, mean.name))
             self._looks = _MOST_LOOKS  # told once
 
     def _run_backward(self, loss: torch.Tensor, ready: Ready, factor: float) -> None:
