@@ -20,7 +20,7 @@ DATA = clicks(9)
 
 
 def evaluated(replicas: Replicas) -> float:
-    return replicas.evaluate(DATA, 4, 0, 1).loss
+    return replicas.evaluate(DATA, 4, 0, 1).result.loss
 
 
 def local_loss(cluster: InProcessCluster) -> float:

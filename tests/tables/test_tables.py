@@ -472,7 +472,10 @@ def test_bad_tables_are_refused(settings: dict[str, Any], said: str) -> None:
         (lambda: FTRL(lr=0.0), r"FTRL\(lr\)=0.0: give a positive number"),
         (lambda: TableShard([]), "0 tables: give 1 to 32768"),
         (lambda: TableShard([table(), table()]), "two tables of one name among t, t"),
-        (lambda: TableShard([table(), table("u", 5)]), "one dimension, dtype and optimizer"),
+        (
+            lambda: TableShard([table(), table("u", 5)]),
+            "one dimension, dtype, optimizer and gradient_dtype",
+        ),
         (
             lambda: TableShard([table()], shard=2, num_shards=2),
             "shard=2: give a number from 0 to 1",

@@ -110,8 +110,13 @@ class AccumulatedMetrics:
             metric.reset()
         self._metrics.clear()
 
-    def take(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep those of a batch's values that are metrics, which the batch has updated; return the others."""
+    def take(self, values: Any) -> Any:
+        """Keep those of a batch's values that are metrics, which the batch has updated; return the others.
+
+        Return what is no mapping as it is: `checked_metrics` refuses it.
+        """
+        if not isinstance(values, Mapping):
+            return values
         self._metrics.update({name: each for name, each in values.items() if is_metric(each)})
         return {name: each for name, each in values.items() if not is_metric(each)}
 
@@ -128,8 +133,13 @@ class AccumulatedMetrics:
         return found
 
 
-def without_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a training step that are no metrics; those forget the batch."""
+def without_metrics(values: Any) -> Any:
+    """Return the values of a training step that are no metrics; those forget the batch.
+
+    Return what is no mapping as it is: `checked_metrics` refuses it.
+    """
+    if not isinstance(values, Mapping):
+        return values
     for each in values.values():
         if is_metric(each):
             each.reset()

@@ -27,9 +27,15 @@ class Notice:
 
     @property
     def is_given(self) -> bool:
-        """Whether `give` was called, in this process or in one that shares the memory."""
-        return self._memory[:] == _GIVEN
+        """Whether `give` was called, in this process or in one that shares the memory; False once it is closed."""
+        return not self._memory.closed and self._memory[:] == _GIVEN
 
     def give(self) -> None:
-        """Announce to all that share the memory that the machine will go."""
-        self._memory[:] = _GIVEN
+        """Announce to all that share the memory that the machine will go; do nothing once it is closed."""
+        if not self._memory.closed:
+            self._memory[:] = _GIVEN
+
+    def close(self) -> None:
+        """Release the memory and its descriptors in this process."""
+        self._memory.close()
+        os.close(self.descriptor)

@@ -109,10 +109,11 @@ class MachineRuntime(OwnProcess):
             self._template.end_forks()
 
     def close(self) -> None:
-        """End all processes, and the template."""
+        """End all processes, and the template; called once, as the last thing."""
         self.shutdown()
         if self._template is not None:
             self._template.end()
+        self._notice.close()
 
     def answers(self, seconds: float) -> bool:
         """Return True: this program runs the processes."""
