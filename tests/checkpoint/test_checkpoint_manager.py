@@ -251,7 +251,7 @@ class TestSimulated:
             assert sgd.fit(steps=37, callbacks=callbacks, progress=False, **asked).step == 37
 
         with DistributedSGD(TASK.creator(), 2, checkpoints=checkpoints) as sgd:
-            with pytest.raises(ConfigurationError, match="needs fit"):
+            with pytest.raises(ConfigurationError, match=r"give fit\(\.\.\., validation"):
                 sgd.fit(steps=37, progress=False)
             with pytest.raises(ZeroDivisionError):
                 train(sgd, Stop(23))

@@ -115,7 +115,7 @@ def test_windows_follow_each_other(tmp_path: Path, workers: int) -> None:
                 OffsetStream(read, window)
 
 
-@pytest.mark.parametrize("strategy", mostly_long(["ps", "allreduce", "async"], "ps"))
+@pytest.mark.parametrize("strategy", mostly_long(["ps", "allreduce", "async"]))
 def test_a_program_ends_after_any_step(tmp_path: Path, strategy: str) -> None:
     """Each checkpoint, with those before it, is what a program finds that is started again."""
     whole = tmp_path / "whole"

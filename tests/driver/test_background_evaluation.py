@@ -312,6 +312,7 @@ def test_ctrl_c_at_any_wait_loses_no_evaluation(
     assert whole > 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("machine")
 def test_on_processes_of_this_machine() -> None:
     """Results are those of workers, also after the death of the process, which is no worker's."""

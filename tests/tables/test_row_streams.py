@@ -11,6 +11,7 @@ from steepest.embedding import row_writer, table_chunk
 from tests.row_streams import RowStreams
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 1000, 20))
 def test_rows_of_shards_and_files_are_those_of_a_dict(

@@ -186,6 +186,7 @@ def test_a_killed_servers_rows_come_from_the_disk_of_another(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_restored_again_and_again_to_tables_on_disk(tmp_path: Path) -> None:
     """Every server reads its rows from files that are dropped when all have read them."""
     ids = torch.arange(6000).reshape(-1, 2) * 2**40
