@@ -41,11 +41,11 @@ def next_offsets(
     for name, value in (("ends", ends), ("begins", begins or {})):
         require_instance(name, value, Mapping)
     shelf = CheckpointDirectory(place_of(path), 1)
-    found = next(shelf.newest_first(files.read_apart), None)
+    newest = next(shelf.newest_first(files.read_apart), None)
     before: dict[str, tuple[int, int]] = {}
     is_over = True
-    if found is not None:
-        where, saved = found
+    if newest is not None:
+        where, saved = newest
         if "offsets" not in saved.about:
             raise CheckpointError(
                 f"the checkpoint at {where} has no offsets: it was trained on other data than an OffsetStream; give "

@@ -35,13 +35,13 @@ class IdPlace(NamedTuple):
 
     def ids(self, batch: Any) -> tuple[Int32s, Int64s] | None:
         """Return the table numbers and ids of the look-up in a batch, (n,) each; None if it does not have them."""
-        found = []
+        pieces = []
         for table, path in self.parts:
             ids = _at(path, batch)
             if ids is None or (len(ids) and ids.min() < 0):
                 return None
-            found.append((np.full(len(ids), table, np.int32), ids))
-        tables, ids = (np.concatenate(each) for each in zip(*found, strict=True))
+            pieces.append((np.full(len(ids), table, np.int32), ids))
+        tables, ids = (np.concatenate(each) for each in zip(*pieces, strict=True))
         return tables, ids
 
 
@@ -98,26 +98,26 @@ def _parts(tables: Int32s, ids: Int64s, batch: Any) -> tuple[tuple[int, Path], .
     if not len(ids):
         return None
     leaves = [(path, leaf) for path, leaf in _leaves(batch, ()) if len(leaf)]
-    found: list[tuple[int, Path]] = []
+    parts: list[tuple[int, Path]] = []
     begin = 0
     while begin < len(ids):
         for path, leaf in leaves:
             end = begin + len(leaf)
             fits = end <= len(ids) and leaf[0] == ids[begin] and leaf[-1] == ids[end - 1]
             if fits and tables[begin] == tables[end - 1] and np.array_equal(leaf, ids[begin:end]):
-                found.append((int(tables[begin]), path))
+                parts.append((int(tables[begin]), path))
                 begin = end
                 break
         else:
             return None
-    return tuple(found)
+    return tuple(parts)
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Int64s]]:
     """Yield the integers in a batch, (n,) each, with their paths, whole tensors before their columns."""
     left = _MOST_LEAVES
-    for found in _each(value, path):
-        yield found
+    for leaf in _each(value, path):
+        yield leaf
         left -= 1
         if not left:
             return

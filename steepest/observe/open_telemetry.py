@@ -49,7 +49,7 @@ class OpenTelemetry(Logger):
         self._metrics = load_module("OpenTelemetry", "opentelemetry.metrics")
         self.key = f"OpenTelemetry {run}"
         self._run = run
-        self._given = tracer_provider, meter_provider
+        self._own_providers = tracer_provider, meter_provider
         self._span: Any = None  # of the run
         self._last = 0.0  # when the last logged step was committed
         self._gauges: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class OpenTelemetry(Logger):
 
     def _providers(self) -> tuple[Any, Any]:
         """Return the providers of traces and of metrics."""
-        traces, metrics = self._given
+        traces, metrics = self._own_providers
         return (
             self._trace.get_tracer_provider() if traces is None else traces,
             self._metrics.get_meter_provider() if metrics is None else metrics,
@@ -94,18 +94,17 @@ class OpenTelemetry(Logger):
                 self._add("step", self._last or point.time, point.time, point.values)
                 self._last = point.time
             elif point.kind == "event":
-                about = {"step": point.step, "line": point.text}
-                self._add(point.event, point.time - point.seconds, point.time, about)
+                attributes = {"step": point.step, "line": point.text}
+                self._add(point.event, point.time - point.seconds, point.time, attributes)
         for name, value in last.items():
             self._set(name, value)
 
-    def _add(self, name: str, began: float, ended: float, about: Mapping[str, Any]) -> None:
+    def _add(self, name: str, began: float, ended: float, attributes: Mapping[str, Any]) -> None:
         """Send a span of the run; times are of `time.time`."""
         context = self._trace.set_span_in_context(self._span)
-        told = {"run": self._run, **about}
-        span = self._tracer.start_span(
-            name, context, attributes=told, start_time=int(1e9 * min(began, ended))
-        )
+        all_attributes = {"run": self._run, **attributes}
+        start = int(1e9 * min(began, ended))
+        span = self._tracer.start_span(name, context, attributes=all_attributes, start_time=start)
         span.end(int(1e9 * ended))
 
     def _set(self, name: str, value: float) -> None:

@@ -227,7 +227,8 @@ class Admission:
             self.counted.insert(
                 state.counted_tables[of], state.counted_ids[of], state.counted[of] - 1
             )
-        for table, counter in self.counters.items():
+        before, self.counters = self.counters, {}
+        for table, counter in before.items():
             fresh = np.zeros_like(counter)
             saved = state.counters.get(table, fresh)
             same = saved.shape == fresh.shape and saved.dtype == fresh.dtype

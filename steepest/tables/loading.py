@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -62,12 +63,15 @@ class LoadingRows(ShardRows):
             self.end_load()
             self.require_kept()
         except BaseException:
+            vars(self).clear()
             vars(self).update(before)
             raise
 
     def begin_load(self, version: int, clock: int = 0) -> None:
         """Drop all rows; pieces of a state of this version and time follow."""
         self._clear()
+        # those of before stay as they are, for a load that is refused
+        self._lives, self._admission = copy(self._lives), copy(self._admission)
         self.version, self._lives.clock = version, clock
         self._offered = np.zeros(len(self._tables), np.int64)  # rows of each table, kept or not
         self._beside: list[TableState] = []  # what pieces have beside rows

@@ -296,6 +296,29 @@ def test_a_full_table_without_eviction_refuses_a_push_and_loses_nothing() -> Non
     assert shard.rows_of().tolist() == [3, 1]
 
 
+@pytest.mark.parametrize(
+    "admission", [CounterFilter(2), CBFFilter(filter_freq=2, max_element_size=8)]
+)
+def test_a_load_that_is_refused_changes_nothing(admission: Any) -> None:
+    """Neither rows nor what is counted of ids without one, nor the clock."""
+    shard, larger = (
+        TableShard([table(capacity=capacity, admission=admission)]) for capacity in (3, 9)
+    )
+    for each, ids, seconds in ((shard, [1, 2], 50), (larger, [3, 4, 5, 6], 90)):
+        each.note_time(seconds)
+        push(each, [*ids, 7 + len(ids)], 1, sightings=[2] * len(ids) + [1])
+    before = shard.export()
+    twice = appended([larger.export().only(slice(0, 1), slice(0, 0))] * 2)
+    for state, said in ((larger.export(), "capacity"), (twice, "has two rows")):
+        with pytest.raises(ConfigurationError, match=said):
+            shard.load([state], 5, clock=90)
+        assert same(shard.export(), before)
+        assert shard.export().counters.keys() == before.counters.keys()
+        for name, counter in before.counters.items():
+            np.testing.assert_array_equal(shard.export().counters[name], counter)
+        assert (shard.version, shard.clock, shard.rows_of().tolist()) == (1, 50, [2])
+
+
 def test_a_push_that_is_committed_takes_what_fits() -> None:
     group = [
         table("a", initial=Zeros(), capacity=3),

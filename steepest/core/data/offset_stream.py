@@ -104,7 +104,7 @@ def checked_offsets(offsets: Any) -> dict[Any, tuple[int, int]]:
         raise ConfigurationError(
             f"offsets is a {type(offsets).__name__}: give a dict of partitions and (first, last + 1)"
         )
-    found = {}
+    windows = {}
     for partition, window in offsets.items():
         begin, end = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-1, -1)
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
@@ -112,9 +112,9 @@ def checked_offsets(offsets: Any) -> dict[Any, tuple[int, int]]:
                 f"offsets of partition {partition!r} are {window!r:.80}: give its first offset, and the one behind its "
                 "last"
             )
-        found[partition] = begin, end
-    if len({str(partition) for partition in found}) < len(found):
+        windows[partition] = begin, end
+    if len({str(partition) for partition in windows}) < len(windows):
         raise ConfigurationError(
-            f"two partitions of {list(found)!r:.200} read alike: give other names"
+            f"two partitions of {list(windows)!r:.200} read alike: give other names"
         )
-    return found
+    return windows

@@ -64,9 +64,8 @@ class _LastPush:
     """The last push of a worker; before the first, of none."""
 
     at: float = 0.0  # when its report was sent, in seconds
-    waited: float = (
-        0.0  # seconds from then to the weights that followed, or to a step ahead of them
-    )
+    # seconds from then to the weights that followed, or to a step ahead of them
+    waited: float = 0.0
     gradient: _PushedShare | None = None  # as long as it may have to be pushed again
 
 

@@ -82,10 +82,10 @@ def values_of(name: str, metric: Any) -> dict[str, float]:
     Raises:
         ConfigurationError: it computes something else than numbers.
     """
-    found = metric.compute()
-    if isinstance(found, torch.Tensor) and found.dim() == 1:
-        found = dict(enumerate(found))
-    several = found if isinstance(found, Mapping) else {None: found}
+    computed = metric.compute()
+    if isinstance(computed, torch.Tensor) and computed.dim() == 1:
+        computed = dict(enumerate(computed))
+    several = computed if isinstance(computed, Mapping) else {None: computed}
     numbers = {}
     for key, value in several.items():
         number = as_number(value)
@@ -126,11 +126,11 @@ class AccumulatedMetrics:
 
     def values(self, parts: Sequence[Mapping[str, MetricState]]) -> dict[str, float]:
         """Return the metrics' values over all that several workers have accumulated."""
-        found = {}
+        numbers: dict[str, float] = {}
         for name, metric in self._metrics.items():
             whole = merged(metric, [part[name] for part in parts if name in part])
-            found.update(values_of(name, whole))
-        return found
+            numbers.update(values_of(name, whole))
+        return numbers
 
 
 def without_metrics(values: Any) -> Any:
@@ -175,18 +175,18 @@ def _values(state: MetricState, way: str, name: str) -> list[torch.Tensor] | tor
     key = f"{way}/{name}"
     if key in state.tensors:
         return state.tensors[key]
-    found: list[torch.Tensor] = []
-    while (each := state.tensors.get(f"{key}/{len(found)}")) is not None:
-        found.append(each)
-    return found
+    parts: list[torch.Tensor] = []
+    while (each := state.tensors.get(f"{key}/{len(parts)}")) is not None:
+        parts.append(each)
+    return parts
 
 
 def _merged(part: Any, name: str, values: list[Any]) -> Any:
     """Return what several workers have of one state as one."""
     reduction = part._reductions[name]
     if isinstance(part._defaults[name], list):
-        found = [each.to(part.device) for each in _flat(values)]
-        return found if reduction is None or _is_cat(part, name) else reduction(found)
+        parts = [each.to(part.device) for each in _flat(values)]
+        return parts if reduction is None or _is_cat(part, name) else reduction(parts)
     if len(values) == 1:
         return values[0].to(part.device)
     if reduction is sys.modules["torchmetrics"].utilities.dim_zero_mean:

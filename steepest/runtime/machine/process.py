@@ -25,9 +25,8 @@ def serve(sock: socket.socket, name: str, notice: Notice) -> None:
     The process ends when the driver has closed the socket, whatever it is doing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, who ends this process
-    signal.signal(
-        signal.SIGUSR2, signal.SIG_IGN
-    )  # so is the notice, also where a scheduler signals all
+    # so is the notice, also where a scheduler signals all processes
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     frames = Frames(sock)
     answers: queue.SimpleQueue[tuple[Any, Parcel | None]] = queue.SimpleQueue()
     use(MachineRuntime(lambda called: answers.put((("named", called), None)), notice))
