@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -145,7 +146,7 @@ class MemberCollective(Collective):
         self._lending_buffers: dict[int, torch.Tensor] = {}
         self._results = Recycler()
         self._lost = ""
-        self.take_part: Callable[[Part], None] | None = None  # is given what `tell` sends here
+        self.take_part: Callable[[Part, Any], None] | None = None  # is given what `tell` sends here
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
         router.admission.allow(MEMBERS)
@@ -236,7 +237,7 @@ class MemberCollective(Collective):
         here.sent[to] += 1
         generation, call = key
         self._reach(to)
-        self._put(to, Data(generation, number, call, lent, what, memory).pack())
+        self._put(to, Data(generation, number, call, lent, what).pack(memory))
 
     def _put(self, to: int, message: Message) -> None:
         if self._router.channel(member_peer(to)) is None:
@@ -280,13 +281,13 @@ class MemberCollective(Collective):
             self._router.pump()
         return not self._router.in_use(memory)
 
-    def tell(self, to: int, part: Part) -> None:
+    def tell(self, to: int, part: Part, payload: torch.Tensor | None) -> None:
         """Send a part of a gathering, whatever generation or call is in progress.
 
         PeerLostError, DeadlineError: the member cannot be reached now.
         """
         self._reach(to)
-        self._put(to, part.pack())
+        self._put(to, part.pack(payload))
         self._router.pump()
 
     def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
@@ -370,7 +371,7 @@ class MemberCollective(Collective):
             return
         if message.kind is MemberKind.PART:
             if self.take_part is not None:
-                self.take_part(Part.unpack(message))
+                self.take_part(Part.unpack(message), message.payload)
             return
         key = message.generation, message.version
         if self._over(key):
@@ -382,12 +383,13 @@ class MemberCollective(Collective):
         here = self._round(key)
         if message.kind is MemberKind.ABORT:
             here.aborted = here.aborted or Abort.unpack(message).reason
-        elif (data := Data.unpack(message)).payload is not None:
+        elif message.payload is not None:
+            data = Data.unpack(message)
             place = source.index, data.sequence
             if place in here.posted:
-                here.posted.pop(place).receive(data.payload, data.what)
+                here.posted.pop(place).receive(message.payload, data.what)
             else:
-                here.arrived[place] = data.payload, data.what
+                here.arrived[place] = message.payload, data.what
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Fail all later operations, and tell the other members, which may await this one."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from steepest.core.messages.fields import COUNT, TEXT, Schema
 from steepest.core.messages.message import MessageKind
 from steepest.core.messages.permissions import Line, lines
-from steepest.core.messages.schema import Body, Generation, Header, Payload, Sequence, body
+from steepest.core.messages.schema import Body, Generation, Header, Sequence, body
 
 #: Number of a call of a user's function in which members take part; 0 during a step.
 Call = Annotated[int, Header("version")]
@@ -24,7 +24,7 @@ class MemberKind(MessageKind):
 
 @body(MemberKind.DATA)
 class Data(Body):
-    """The bytes of one message of a collective operation.
+    """One tensor of a collective operation: its bytes are the payload.
 
     A member sends it to another member, during a call of a user's function or during a step.
     """
@@ -37,7 +37,6 @@ class Data(Body):
     lent: Annotated[int, Header("chunk")] = -1
     # the operation of which it is, and the dtype and shape of the sender's tensor, in words
     what: Annotated[str, TEXT] = ""
-    payload: Payload = None  # the bytes of the tensor
 
 
 @body(MemberKind.CONNECTED)
@@ -67,8 +66,8 @@ class Part(Body):
     """One worker's values of a gathering in a user's own loop.
 
     A member sends it to all others when its loop gathers; when the members change, it sends that part again, with the
-    other workers' parts that it knows. A part that the receiver has changes nothing. Without a payload, the sender
-    asks for all parts that the receiver knows.
+    other workers' parts that it knows. A part that the receiver has changes nothing. The payload is as of
+    `steepest.loop.kept.pack`; without one, the sender asks for all parts that the receiver knows.
     """
 
     number: Annotated[int, Header("version")]  # of the step, or of the batch, at which the loop is
@@ -77,7 +76,6 @@ class Part(Body):
     owner: Annotated[int, COUNT]  # the rank of the worker
     # one more than the number of steps that the worker's loop has taken by then; 0 where that is not known
     steps: Annotated[int, COUNT] = 0
-    payload: Payload = None  # see `steepest.loop.kept.pack`
 
 
 #: The messages of members, which a process accepts that hosts one.

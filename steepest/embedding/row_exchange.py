@@ -86,7 +86,7 @@ class RowExchange(RowCollector):
         self._sequence = 0
         self._forms = [group[0].form for group in dealing.groups]
         self._awaited: dict[int, int] = {}  # by request, the server
-        self._answers: dict[int, Rows] = {}
+        self._answers: dict[int, tuple[Rows, Any]] = {}  # with their payloads
         self.places = IdPlaces()  # of the models' batches
         self.delayed = DelayedRows(self)  # the gradients that are kept for the next step
         # of the answers that the present gradient is computed with, in their order
@@ -166,16 +166,16 @@ class RowExchange(RowCollector):
         if values is None:
             values = self._empty(rows.group, len(rows.ids))
         for request, where, sent in rows.parts:
-            answer = self._answers[request]
+            answer, payload = self._answers[request]
             if answer.refused:
                 raise ConfigurationError(answer.refused)
             if _has_some(where, part):
                 self.versions.append(answer.version)
             if whole:
-                assert answer.payload is not None
-                payload = answer.payload.numpy()[sent]
-                self.bytes_pulled += len(payload)
-                found = self._forms[rows.group].received(payload)
+                assert payload is not None
+                packed = payload.numpy()[sent]
+                self.bytes_pulled += len(packed)
+                found = self._forms[rows.group].received(packed)
                 if isinstance(where, slice):
                     values = found
                 else:
@@ -302,7 +302,7 @@ class RowExchange(RowCollector):
             self._awaited[request.sequence] = server
             keys = torch.from_numpy(pack_keys(request.keys, ROW_MEMORY.empty))
             place = generation, request.sequence, version + later
-            self._send(server_peer(server), PullRows(*place, request.lookups, keys).pack())
+            self._send(server_peer(server), PullRows(*place, request.lookups).pack(keys))
 
     def _has_come(self, asked: _AskedRows) -> bool:
         return all(request in self._answers for request, _, _ in asked.parts)
@@ -323,7 +323,7 @@ class RowExchange(RowCollector):
             return
         if source.index != self._awaited[message.sequence]:
             raise ProtocolError(f"{source} answers what worker {self._worker} has asked another")
-        self._answers[message.sequence] = Rows.unpack(message)
+        self._answers[message.sequence] = Rows.unpack(message), message.payload
 
 
 @dataclass

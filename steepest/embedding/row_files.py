@@ -112,8 +112,7 @@ def packed(records: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> PackedPiec
     """Return records in the form of files and messages."""
     fields_and_bytes: PackedPiece = []
     for description, value in records:
-        fields = state_fields(description, value)
-        payload = fields.pop("payload")
+        fields, payload = state_fields(description, value)
         fields_and_bytes.append(
             (fields, np.empty(0, np.uint8) if payload is None else payload.numpy())
         )

@@ -24,7 +24,6 @@ from steepest.core.messages.permissions import Line, lines
 from steepest.core.messages.schema import (
     Body,
     Generation,
-    Payload,
     Sequence,
     Version,
     body,
@@ -50,7 +49,8 @@ class PullRows(Body):
     """A request for the rows of look-ups, each in one group of tables.
 
     A worker sends it to each server that answers for shards with some of the rows of its batch: before it computes the
-    batch, or in its forward pass. A server that is at an earlier version answers when it has come to it.
+    batch, or in its forward pass. A server that is at an earlier version answers when it has come to it. The payload
+    has the keys of rows, look-up by look-up: distinct, by ascending shard, see `steepest.tables.gradients.pack_keys`.
     """
 
     generation: Generation
@@ -58,15 +58,14 @@ class PullRows(Body):
     version: Version  # that rows must have at least
     # of each look-up the group of tables, its number of rows here, and whether gradients of these will be pushed
     lookups: Annotated[Row[tuple[int, int, bool]], many(each_of(COUNT, COUNT, FLAG))]
-    # keys of rows, look-up by look-up: distinct, by ascending shard, see `steepest.tables.gradients.pack_keys`
-    payload: Payload = None
 
 
 @body(RowKind.ROWS)
 class Rows(Body):
     """The values of rows.
 
-    A server sends it to the worker that asked.
+    A server sends it to the worker that asked. The payload has by look-up the values, (n, dim) as the tables' rows
+    travel, in the order of the request, at multiples of 8 bytes.
     """
 
     generation: Generation
@@ -74,8 +73,6 @@ class Rows(Body):
     version: Version  # of the rows
     # why there are none, in words: a table has no room for new rows, say
     refused: Annotated[str, TEXT] = ""
-    # by look-up the values, (n, dim) as the tables' rows travel, in the order of the request, at multiples of 8 bytes
-    payload: Payload = None
 
 
 class RowsOfPush(NamedTuple):

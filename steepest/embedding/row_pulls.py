@@ -100,7 +100,7 @@ class RowPulls:
         self._reading: list[_ReadAhead] = []
         self._at: Key = (0, 0)
 
-    def receive(self, source: Peer, pull: PullRows, at: Key) -> None:
+    def receive(self, source: Peer, pull: PullRows, payload: torch.Tensor | None, at: Key) -> None:
         """Answer a worker's pull, or keep it until its version is here; one of an old generation is dropped.
 
         Raises:
@@ -109,7 +109,7 @@ class RowPulls:
         """
         self._at = at
         if pull.generation >= at[0]:
-            self._answer_in_time(source, self._checked(pull), at)
+            self._answer_in_time(source, self._checked(pull, payload), at)
 
     def answer(self, at: Key) -> None:
         """Answer the pulls that waited for the present version."""
@@ -186,12 +186,12 @@ class RowPulls:
             refused = str(error)
         except ResourcesError as error:
             refused = f"server {self._server}, {error}"
-        answer = Rows(generation, wanted.pull.sequence, version, refused, values)
-        self._send(source, answer.pack())
+        answer = Rows(generation, wanted.pull.sequence, version, refused)
+        self._send(source, answer.pack(values))
 
-    def _checked(self, pull: PullRows) -> _WantedRows:
+    def _checked(self, pull: PullRows, payload: torch.Tensor | None) -> _WantedRows:
         """Return what a pull asks for; ProtocolError: this server does not hold that."""
-        packed = np.empty(0, np.uint8) if pull.payload is None else pull.payload.numpy()
+        packed = np.empty(0, np.uint8) if payload is None else payload.numpy()
         try:
             tables, ids = unpack_keys(packed)
         except ConfigurationError as error:

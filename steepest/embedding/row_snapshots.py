@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from steepest.core.engine.optimizer_records import state_fields
-from steepest.core.messages.message import Peer, Send
+from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 from steepest.data.storage.places import place_of
 from steepest.embedding.restored_shards import reaches
@@ -117,7 +117,7 @@ class RowSnapshots:
             self._write(reader, sequence, begun, begun.writer, piece)
         elif piece is not None:
             for message in _messages(sequence, *piece):
-                self._send(reader, message.pack())
+                self._send(reader, message)
         else:
             del self._begun[reader, sequence]
             self._send(reader, begun.end.pack())
@@ -149,13 +149,13 @@ class RowSnapshots:
             if writer.error is not None:
                 error = f"{type(writer.error).__name__}: {writer.error}"
                 record = _record(sequence, begun, {"error": error}, waits=False)
-                self._send(reader, record.pack())  # upon which the reader gives up
+                self._send(reader, record)  # upon which the reader gives up
                 del self._begun[reader, sequence]
                 writer.drop()
                 return
             told = {"files": writer.files, "marks": begun.marks}
             writer.files, begun.marks = [], {}
-            self._send(reader, _record(sequence, begun, told, waits=waits).pack())
+            self._send(reader, _record(sequence, begun, told, waits=waits))
             if not waits:
                 writer.close()
                 del self._begun[reader, sequence]
@@ -198,20 +198,22 @@ class RowSnapshots:
                 writer.drop()
 
 
-def _record(sequence: int, begun: _Begun, told: Mapping[str, Any], *, waits: bool) -> StateTensor:
+def _record(sequence: int, begun: _Begun, told: Mapping[str, Any], *, waits: bool) -> Message:
     """Return the record that replaces a written piece and lists the files written since the last one."""
     chunk, name = begun.last
     begun.written += 1
     description = {"name": name, "key": WRITTEN, "plain": False}
     description |= {"start": begun.written, "stop": begun.written + 1}
     value = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    return StateTensor(sequence, chunk, **state_fields(description, value), waits=waits)
+    fields, payload = state_fields(description, value)
+    return StateTensor(sequence, chunk, **fields, waits=waits).pack(payload)
 
 
-def _messages(sequence: int, chunk: int, piece: Records) -> list[StateTensor]:
+def _messages(sequence: int, chunk: int, piece: Records) -> list[Message]:
     """Return a piece as messages; after the last one the reader owes a READ_ON."""
     last = len(piece) - 1
+    parts = [state_fields(description, value) for description, value in piece]
     return [
-        StateTensor(sequence, chunk, **state_fields(description, value), waits=at == last)
-        for at, (description, value) in enumerate(piece)
+        StateTensor(sequence, chunk, **fields, waits=at == last).pack(payload)
+        for at, (fields, payload) in enumerate(parts)
     ]

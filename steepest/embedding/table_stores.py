@@ -86,7 +86,7 @@ class TableService:
     def handle(self, source: Peer, message: Message, at: Position) -> None:
         """Answer a pull, or send a reader more of a snapshot."""
         if message.kind is RowKind.PULL_ROWS:
-            self._pulls.receive(source, PullRows.unpack(message), at)
+            self._pulls.receive(source, PullRows.unpack(message), message.payload, at)
         else:
             read_on = ReadOn.unpack(message)
             into = RowsInto.of(read_on.options)

@@ -15,7 +15,7 @@ from steepest.collectives.messages import Part
 from steepest.core.models.metric_states import MetricState, is_metric, merged, state_of
 from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
-from steepest.core.tensors.memory import as_tensor
+from steepest.core.tensors.memory import Memory, as_tensor
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -94,7 +94,9 @@ class Gatherings:
         self._member: MemberCollective | None = None
         self.drops = 0  # how often all was dropped
         self._wait: Callable[[Callable[[], bool]], None] | None = None
-        self._late: list[tuple[int, Part]] = []  # for workers that could not be reached
+        self._late: list[
+            tuple[int, Part, torch.Tensor | None]
+        ] = []  # for workers that could not be reached
         self._again = 0.0
         self._here: set[int] = (
             set()
@@ -221,52 +223,52 @@ class Gatherings:
                 del self.parts[place]
                 self._steps.pop(place, None)
 
-    def _take(self, part: Part) -> None:
+    def _take(self, part: Part, payload: Memory | None) -> None:
         place = GatheringPlace(part.number, Region(part.region), part.sequence)
-        if part.payload is None:
+        if payload is None:
             if part.owner not in self._here:
                 self._here.add(part.owner)
                 self._ask(part.owner)  # which has perhaps not heard of this worker before
             self._answer(part.owner)
         else:
-            self.parts.setdefault(place, {}).setdefault(part.owner, as_tensor(part.payload))
+            self.parts.setdefault(place, {}).setdefault(part.owner, as_tensor(payload))
             self._steps[place] = max(part.steps, self._steps.get(place, 0))
             self.answer()
 
     def _ask(self, other: int) -> None:
         """Ask another worker for all parts that it knows; it asks in return, and is sent parts from then on."""
         assert self._member is not None
-        self._send(other, Part(0, 0, 0, self._member.rank))
+        self._send(other, Part(0, 0, 0, self._member.rank), None)
 
     def _answer(self, other: int) -> None:
         """Send another worker all parts that are known here."""
         for place, parts in self.parts.items():
             for owner, payload in parts.items():
-                self._send(other, self._part(place, owner, payload))
+                self._send(other, self._part(place, owner), payload)
 
     def _tell(self, place: GatheringPlace, owner: int, payload: torch.Tensor) -> None:
         assert self._member is not None
-        part = self._part(place, owner, payload)
+        part = self._part(place, owner)
         for other in sorted(self._here):
-            self._send(other, part)
+            self._send(other, part, payload)
 
-    def _part(self, place: GatheringPlace, owner: int, payload: torch.Tensor) -> Part:
+    def _part(self, place: GatheringPlace, owner: int) -> Part:
         named = place.number, place.nth, int(place.region), owner
-        return Part(*named, self._steps.get(place, 0), payload)
+        return Part(*named, self._steps.get(place, 0))
 
-    def _send(self, other: int, part: Part) -> None:
+    def _send(self, other: int, part: Part, payload: torch.Tensor | None) -> None:
         assert self._member is not None
         try:
-            self._member.tell(other, part)
+            self._member.tell(other, part, payload)
         except (PeerLostError, DeadlineError, ProtocolError):
-            self._late.append((other, part))
+            self._late.append((other, part, payload))
             self._again = system().now() + _AGAIN_SECONDS
 
     def _send_late(self) -> None:
         if self._late and system().now() >= self._again:
             late, self._late = self._late, []
-            for other, part in late:
-                self._send(other, part)
+            for each in late:
+                self._send(*each)
 
 
 def check_here(parts: Sequence[torch.Tensor], call: str) -> None:

@@ -150,9 +150,9 @@ class Pusher:
             payload, absent = self._arrays.payload(chunk, request.update)
             push = Push(0, 0, sequence, self.version, chunk.index)
             if payload is not None:
-                push = replace(push, unit=1.0, total=1.0, absent=absent, payload=payload)
+                push = replace(push, unit=1.0, total=1.0, absent=absent)
             for server in self._holders[chunk.index]:
-                self._send(server_peer(server), push.pack())
+                self._send(server_peer(server), push.pack(payload))
         if not self._copies:
             request.update = {}  # nothing is sent again: the memory is its owner's
 
@@ -249,7 +249,7 @@ class Pusher:
                     )
                 )
             case Kind.WEIGHTS:
-                self._take(Weights.unpack(message), request)
+                self._take(Weights.unpack(message), message.payload, request)
             case Kind.SNAPSHOT_END:
                 end = SnapshotEnd.unpack(message)
                 if end.given_up:
@@ -273,15 +273,15 @@ class Pusher:
         )
         self._end(sequence).set_exception(error)
 
-    def _take(self, weights: Weights, request: _Unanswered) -> None:
+    def _take(self, weights: Weights, payload: Bytes | None, request: _Unanswered) -> None:
         """Take a chunk of weights, copying what was not received into its place."""
         wanted = request.wanted
-        if weights.chunk not in request.chunks or (weights.payload is None and wanted is not None):
+        if weights.chunk not in request.chunks or (payload is None and wanted is not None):
             return  # a copy
         chunk = self._arrays.layout.chunks[weights.chunk]
         in_place = request.in_place.pop(weights.chunk, None)
-        if wanted is not None and weights.payload is not None and weights.payload is not in_place:
-            self._arrays.scatter(chunk, weights.payload, wanted)
+        if wanted is not None and payload is not None and payload is not in_place:
+            self._arrays.scatter(chunk, payload, wanted)
         request.chunks.discard(weights.chunk)
         self._finish_if_complete(weights, request)
 

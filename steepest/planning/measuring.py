@@ -487,7 +487,7 @@ def measure_transport() -> dict[str, float]:
 def _alone(here: Router, there: Router, sink: _PushSink) -> float:
     """Return the processor time of one thread for a message by itself, when caches hold other things."""
     elsewhere, send = torch.zeros(_ELSEWHERE), here.sender(Peer("worker", 0))
-    push = Push(1, 0, 1, 0, 0, 1.0, 1.0, (), None)
+    push = Push(1, 0, 1, 0, 0, 1.0, 1.0)
 
     def empty() -> None:
         sink.taken.set()
@@ -516,7 +516,7 @@ def _processor_seconds(
 
     def push() -> None:
         for sequence in range(1, count + 1):
-            send(Peer("server", 0), Push(1, 0, sequence, 0, 0, 1.0, 1.0, (), payload).pack())
+            send(Peer("server", 0), Push(1, 0, sequence, 0, 0, 1.0, 1.0).pack(payload))
 
     here.call(push).result(_SECONDS)
     while sink.count < before + count:

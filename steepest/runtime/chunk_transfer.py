@@ -55,8 +55,7 @@ class RetainedChunks:
         held = self._chunks[index]
         records = []
         for description, value in held.state():
-            fields = state_fields(description, value)
-            payload = fields.pop("payload")
+            fields, payload = state_fields(description, value)
             records.append(
                 (fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy())
             )

@@ -78,7 +78,8 @@ class RowsOfVersions:
         pulls = RowPulls(
             server.index, self._dealing, chunks, lambda _, answer: rows.receive(server, answer)
         )
-        pulls.receive(source, replace(pull, version=version), (pull.generation, version))
+        at = (pull.generation, version)
+        pulls.receive(source, replace(pull, version=version), message.payload, at)
 
     def _other_rows(self) -> ConfigurationError:
         assert self._push is not None

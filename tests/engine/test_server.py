@@ -73,8 +73,8 @@ class Alone:
         self, worker: int, sequence: int, chunk: int, payload: torch.Tensor, generation: int = 1
     ) -> None:
         """Pushes a chunk of a gradient that was computed from version 0."""
-        push = Push(generation, 0, sequence, 0, chunk, 1.0, 1.0, (), payload)
-        self.server.handle(worker_peer(worker), push.pack())
+        push = Push(generation, 0, sequence, 0, chunk, 1.0, 1.0)
+        self.server.handle(worker_peer(worker), push.pack(payload))
 
     def commit(self, version: int, push: PushId) -> None:
         """Commits one push as a version."""
@@ -85,8 +85,8 @@ class Alone:
     def put(self, sequence: int, value: float) -> None:
         """Puts weights of one value, without having them installed."""
         for chunk in LAYOUT.chunks:
-            part = Put(sequence, chunk.index, chunk=chunk.index, payload=flat(value))
-            self.server.handle(CLIENT, part.pack())
+            part = Put(sequence, chunk.index, chunk=chunk.index)
+            self.server.handle(CLIENT, part.pack(flat(value)))
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -223,8 +223,8 @@ def test_of_a_life_that_is_over_nothing_stays_and_nothing_is_taken() -> None:
     assert job.server.refused == 2
     job.push(0, 1, TRAINABLE[1], flat(1.0))
     assert job.staged() == {(0, 1)}
-    successor = Push(1, 1, 1, 0, TRAINABLE[0], 1.0, 1.0, (), flat(1.0))
-    job.server.handle(worker_peer(1), successor.pack())
+    successor = Push(1, 1, 1, 0, TRAINABLE[0], 1.0, 1.0)
+    job.server.handle(worker_peer(1), successor.pack(flat(1.0)))
     assert PushId(1, 1, 1) in held.staged
 
 
@@ -267,7 +267,7 @@ def test_states_that_are_put_have_room_for_any_optimizer_but_not_for_everything(
     part = {"name": "w", "key": "x", "start": 0, "stop": 4, "plain": False, "dtype": "uint8"}
 
     def arriving(size: int, sequence: int = 1) -> torch.Tensor | None:
-        put = PutState(sequence, 0, shape=[size], number=1, payload=None, **part)
+        put = PutState(sequence, 0, shape=[size], number=1, **part)
         return job.server.destination(put.pack(), size)
 
     with pytest.raises(ProtocolError, match=r"68719476736 bytes beside 0 .* server 0 takes 107374"):
@@ -276,8 +276,8 @@ def test_states_that_are_put_have_room_for_any_optimizer_but_not_for_everything(
     assert held is not None
     for sequence in (1, 2):  # virtual memory alone: nothing is written to it
         value = torch.empty(1 << 29, dtype=torch.uint8)
-        weights = Put(sequence, 0, chunk=0, payload=value)
-        job.server.handle(CLIENT, weights.pack())
+        weights = Put(sequence, 0, chunk=0)
+        job.server.handle(CLIENT, weights.pack(value))
     with pytest.raises(ProtocolError, match="8192 bytes beside 1073741824 of states"):
         arriving(8192, 3)
     job.server.lost(CLIENT, "reset")
@@ -296,10 +296,8 @@ def test_rows_that_are_put_and_never_installed_have_a_bound(
     def put(sequence: int) -> None:
         states.make_room_for_rows(size)
         about = {"name": "t", "key": "rows", "start": 0, "stop": 1, "plain": False}
-        part = PutState(
-            sequence, 0, shape=[size], dtype="uint8", number=1, payload=torch.zeros(size).byte(), **about
-        )  # fmt: skip
-        states.receive(CLIENT, part.pack())
+        part = PutState(sequence, 0, shape=[size], dtype="uint8", number=1, **about)
+        states.receive(CLIENT, part.pack(torch.zeros(size).byte()))
 
     for _ in range(15):
         put(1)
@@ -387,8 +385,8 @@ def test_an_aggregator_may_be_as_early_as_all_of_its_workers() -> None:
 
     def push(number: int) -> None:
         pushes = (PushId(0, 0, number), PushId(1, 0, number))
-        early = HostPush(1, 0, TRAINABLE[0], 1.0, 2.0, pushes, (), flat(1.0))
-        job.server.handle(aggregator_peer(0), early.pack())
+        early = HostPush(1, 0, TRAINABLE[0], 1.0, 2.0, pushes)
+        job.server.handle(aggregator_peer(0), early.pack(flat(1.0)))
 
     for number in range(1, 17):  # twice as many as of one worker
         push(number)

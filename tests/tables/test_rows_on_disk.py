@@ -16,10 +16,10 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.config.run import DeadlineConfig
-from steepest.core.messages.message import Peer
+from steepest.core.messages.message import Message, Peer
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk, ElementType
-from steepest.embedding.row_messages import PullRows, Rows
+from steepest.embedding.row_messages import PullRows
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.slow_disks import SlowDisks
 from steepest.embedding.table_chunk import TableChunk
@@ -499,10 +499,10 @@ def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
         0, ElementType.of(torch.float32), True, 0, 0, ()
     )  # fmt: skip
     dealing = Dealing((one,), 1, 0, 0)
-    held, sent, calls = TableChunk(chunk, dealing), list[Rows](), queue.SimpleQueue[Any]()
+    held, sent, calls = TableChunk(chunk, dealing), list[Message](), queue.SimpleQueue[Any]()
     for version in range(1, 11):
         push(held.rows, np.arange(100 * version, 100 * version + 100), version)
-    pulls = RowPulls(0, dealing, {0: held}, lambda _, m: sent.append(Rows.unpack(m)))
+    pulls = RowPulls(0, dealing, {0: held}, lambda _, m: sent.append(m))
     disks, pulls.call = SlowDisks(0, {0: held}, pulls), calls.put
     go_on, real = threading.Event(), row_log._touch
 
@@ -515,8 +515,8 @@ def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
     expected = held.rows.export().values  # by id, from 100 on
     for sequence, ids in enumerate((away, here)):
         keys = torch.from_numpy(pack_keys([(np.zeros(len(ids), np.int32), ids)]))
-        pull = PullRows(1, sequence, 10, [(0, len(ids), False)], keys)
-        pulls.receive(Peer("worker", sequence), pull, (1, 10))
+        pull = PullRows(1, sequence, 10, [(0, len(ids), False)])
+        pulls.receive(Peer("worker", sequence), pull, keys, (1, 10))
     assert [rows.sequence for rows in sent] == [1]  # rows on disk are still being read
     assert f"directory '{tmp_path}', table 't'" in str(disks.doing())
     go_on.set()
@@ -530,7 +530,7 @@ def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
         )
     go_on.clear()
     keys = torch.from_numpy(pack_keys([(np.zeros(200, np.int32), np.arange(400, 600))]))
-    pulls.receive(Peer("worker", 0), PullRows(1, 2, 10, [(0, 200, False)], keys), (1, 10))
+    pulls.receive(Peer("worker", 0), PullRows(1, 2, 10, [(0, 200, False)]), keys, (1, 10))
     pulls.answer((2, 10))  # another generation
     go_on.set()
     calls.get(timeout=30.0)()

@@ -287,28 +287,27 @@ class Client:
         )
         self._installs[self._requests] = install
         for number, (server, part) in enumerate(parts):
-            self._send(server_peer(server), part(number).pack())
+            self._send(server_peer(server), part(number))
         if not parts:
             self._order(self._requests, install)
         return self._unless_failed(install.future)
 
     def _puts(
         self, weights: torch.Tensor, records: list[Record] | None
-    ) -> list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]]:
+    ) -> list[tuple[int, Callable[[int], Message]]]:
         """Return the parts of a state: the server of each, and the message by its number."""
         request = self._requests
-        parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
+        parts: list[tuple[int, Callable[[int], Message]]] = []
         for index in (chunk.index for chunk in self._layout.chunks if not chunk.is_opaque):
             view = self._layout.chunk_view(weights, index).clone()
-            put = partial(Put, request, chunk=index, payload=view)
+            put = partial(_put, request, index, view)
             parts += [(server, put) for server in self._holders[index]]
         if records is not None:
             for chunk, description, value in records:
-                fields = state_fields(description, value.clone())
-                parts += [
-                    (server, _state_part(request, chunk, fields)) for server in self._holders[chunk]
-                ]
-            parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
+                put = partial(_put_state, request, chunk, *state_fields(description, value.clone()))
+                parts += [(server, put) for server in self._holders[chunk]]
+            replace = partial(_replace_state, request)
+            parts += [(server, replace) for server in range(self._servers)]
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
@@ -427,8 +426,8 @@ class Client:
         if message.kind is Kind.WEIGHTS:
             weights = Weights.unpack(message)
             view = self._layout.chunk_view(read.weights, weights.chunk)
-            if weights.payload is not None and weights.payload.data_ptr() != view.data_ptr():
-                view.copy_(weights.payload)
+            if message.payload is not None and message.payload.data_ptr() != view.data_ptr():
+                view.copy_(message.payload)
         elif message.kind is Kind.STATE:
             part = StateTensor.unpack(message)
             key = (part.chunk, part.name, part.key, part.start)
@@ -439,7 +438,7 @@ class Client:
                     self._send(source, ReadOn(message.sequence).pack())
                 else:
                     read.held.append(source)
-            read.records[key] = (part.chunk, part.about, state_tensor(part.about, part.payload))
+            read.records[key] = (part.chunk, part.about, state_tensor(part.about, message.payload))
         else:
             self._end_snapshot(source, SnapshotEnd.unpack(message), read)
 
@@ -542,8 +541,18 @@ class Client:
         return Status(listed([known, *words]))
 
 
-def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:
-    return lambda number: PutState(request, chunk, number=number, **fields)
+def _put(request: int, chunk: int, payload: torch.Tensor, number: int) -> Message:
+    return Put(request, number, chunk).pack(payload)
+
+
+def _put_state(
+    request: int, chunk: int, fields: dict[str, Any], payload: torch.Tensor | None, number: int
+) -> Message:
+    return PutState(request, chunk, number=number, **fields).pack(payload)
+
+
+def _replace_state(request: int, number: int) -> Message:
+    return ReplaceState(request, number).pack()
 
 
 def read_log(client: Client, first: int = 0) -> Future[list[Commit]]:

@@ -393,7 +393,9 @@ class PushPull:
         self._generation = self._incarnation = 0
         self._version = 0
         self._holders = holders
-        self._held: list[tuple[int, Push]] = []  # chunks that are held back, see `hold_back`
+        self._held: list[
+            tuple[Push, torch.Tensor | None]
+        ] = []  # chunks that are held back, see `hold_back`
         # by server: its chunks, and those that are to come; None if none is held back
         self._each = Counter(s for chunk in topology.pushed for s in holders[chunk])
         self._lacking: dict[int, int] | None = None
@@ -445,11 +447,11 @@ class PushPull:
         if pushed is not None and self._compressor is not None:
             pushed = self._compressor.pack(chunk, pushed, unit, total, absent)
         step = (self._generation, self._incarnation, self.sequence, self._version)
-        push = Push(*step, chunk, unit, total, sorted(absent) if absent else (), pushed)
+        push = Push(*step, chunk, unit, total, sorted(absent) if absent else ())
         if self._lacking is not None and self._is_last(chunk, self._lacking):
-            self._held.append((chunk, push))
+            self._held.append((push, pushed))
         else:
-            self._push(chunk, push)
+            self._push(push, pushed)
         return self._unpushed > 0
 
     def _is_last(self, chunk: int, lacking: dict[int, int]) -> bool:
@@ -460,17 +462,17 @@ class PushPull:
             has_passed = has_passed or lacking[server] == 0
         return has_passed
 
-    def _push(self, chunk: int, push: Push) -> None:
+    def _push(self, push: Push, payload: torch.Tensor | None) -> None:
         """Send a chunk to each of its servers."""
-        for target in self._targets[chunk]:
-            if push.payload is not None and target != self._own:
-                self._bytes_pushed += push.payload.numel()
-            self._send(target, push.pack())
+        for target in self._targets[push.chunk]:
+            if payload is not None and target != self._own:
+                self._bytes_pushed += payload.numel()
+            self._send(target, push.pack(payload))
 
     def end(self) -> Sent:
         """Send the chunks that were held back, and return what has travelled."""
-        for chunk, push in self._held:
-            self._push(chunk, push)
+        for held in self._held:
+            self._push(*held)
         self._held.clear()
         pulled, self._bytes_pulled = self._bytes_pulled, 0
         return Sent(self.sequence, self._bytes_pushed, pulled)
@@ -515,8 +517,8 @@ class PushPull:
         weights = self._weights.receive(message)
         if weights is None:
             return NOTHING_YET
-        if source != self._own and weights.payload is not None:
-            self._bytes_pulled += weights.payload.nbytes
+        if source != self._own:
+            self._bytes_pulled += message.payload.nbytes
         key = (weights.generation, weights.version)
         complete = key if self._weights.completed(key) else None
         return Arrived(complete, weights.skipped if self._answers(weights) else None)

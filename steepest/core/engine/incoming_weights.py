@@ -106,7 +106,7 @@ class ArrivingWeights:
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
         weights = Weights.unpack(message)
-        payload = weights.payload
+        payload = message.payload
         key = (weights.generation, weights.version)
         if payload is None or key <= self._newest[weights.chunk]:
             return None  # old, or a copy

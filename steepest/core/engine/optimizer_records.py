@@ -28,16 +28,16 @@ _DTYPES = {
 _MOST_DIMENSIONS = 64
 
 
-def state_fields(description: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of a record (see `ServerChunk.state`) for a `StateTensor` or `PutState`.
+def state_fields(
+    description: dict[str, Any], value: torch.Tensor
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return the fields of a record (see `ServerChunk.state`) for a `StateTensor` or `PutState`, and its payload.
 
-    Its tensor is lent if it can be.
+    The payload lies in the tensor's memory, which is lent if it can be; None for a tensor without elements.
     """
-    dtype, payload = (
-        str(value.dtype).removeprefix("torch."),
-        as_bytes(value) if value.numel() else None,
-    )
-    return {**description, "dtype": dtype, "shape": list(value.shape), "payload": payload}
+    dtype = str(value.dtype).removeprefix("torch.")
+    fields = {**description, "dtype": dtype, "shape": list(value.shape)}
+    return fields, as_bytes(value) if value.numel() else None
 
 
 def state_tensor(description: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:

@@ -257,8 +257,7 @@ class OutgoingWeights:
         generation, version = at
         chunk = held.chunk.index
         key = generation, sequence, version, chunk, reload, skipped
-        weights = Weights(*key, fragments, payload)
-        self._send(reader, weights.pack())
+        self._send(reader, Weights(*key, fragments).pack(payload))
 
     def _is_in_process(self, reader: Peer) -> bool:
         """Return whether a reader is the job's only worker, whose own vector this server updates in place."""
@@ -301,9 +300,9 @@ class OutgoingWeights:
             self.send(reader, held, at, order.sequence)
         for held in wanted if order.what == "state" else ():
             for description, value in () if held.is_opaque else held.state():
-                fields = state_fields(description, value.clone())
+                fields, payload = state_fields(description, value.clone())
                 part = StateTensor(order.sequence, held.chunk.index, **fields)
-                self._send(reader, part.pack())
+                self._send(reader, part.pack(payload))
         generation, version = at
         end = SnapshotEnd(generation, order.sequence, version, order.state)
         all_state = order.what not in ("weights", "standing")

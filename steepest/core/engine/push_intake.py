@@ -9,6 +9,8 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
+
 from steepest.core.engine.chunk_store import GradientStore, StagedPush
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.topology import Topology
@@ -130,6 +132,10 @@ class StagingProgress:
 log = logging.getLogger(__name__)
 
 
+#: A push with its payload.
+ArrivedPush = tuple[Push | HostPush, torch.Tensor | None]
+
+
 class EarlyPushes:
     """Pushes that wait at one server for their generation or version to begin.
 
@@ -143,10 +149,10 @@ class EarlyPushes:
 
     def __init__(self, chunks: int) -> None:
         self._most = 4 * chunks
-        self._pushes: list[tuple[Peer, Push | HostPush]] = []  # in the order of their arrival
+        self._pushes: list[tuple[Peer, ArrivedPush]] = []  # in the order of their arrival
         self._counts: Counter[Peer] = Counter()
 
-    def keep(self, source: Peer, pushed: Push | HostPush, workers: int) -> Push | HostPush | None:
+    def keep(self, source: Peer, pushed: ArrivedPush, workers: int) -> ArrivedPush | None:
         """Keep a sender's push of a chunk for `workers` workers.
 
         Return its oldest one, which is dropped, if there are too many.
@@ -160,14 +166,14 @@ class EarlyPushes:
         self._counts[source] -= 1
         return oldest
 
-    def drop(self, peer: Peer) -> list[Push | HostPush]:
+    def drop(self, peer: Peer) -> list[ArrivedPush]:
         """Remove and return a sender's pushes."""
         dropped = [push for source, push in self._pushes if source == peer]
         self._pushes = [(source, push) for source, push in self._pushes if source != peer]
         del self._counts[peer]
         return dropped
 
-    def take(self) -> list[tuple[Peer, Push | HostPush]]:
+    def take(self) -> list[tuple[Peer, ArrivedPush]]:
         """Remove and return all pushes with their senders, in the order of their arrival."""
         taken, self._pushes = self._pushes, []
         self._counts.clear()
@@ -268,14 +274,14 @@ class PushIntake:
     def forget_early(self, peer: Peer) -> None:
         """Drop what a lost peer has pushed for a generation or version that has not begun."""
         for push in self._early.drop(peer):
-            self._release(push)
+            self._release(*push)
 
-    def _release(self, push: Push | HostPush) -> None:
+    def _release(self, push: Push | HostPush, payload: torch.Tensor | None) -> None:
         """Give the memory of a dropped push back."""
         if (held := self._chunks.get(push.chunk)) is not None:
-            held.release(push.payload)
+            held.release(payload)
 
-    def stage(self, source: Peer, pushed: Push | HostPush) -> None:
+    def stage(self, source: Peer, pushed: Push | HostPush, payload: torch.Tensor | None) -> None:
         """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused.
 
         A push of the next version is early: its worker has these weights from servers that were faster than this one.
@@ -284,16 +290,16 @@ class PushIntake:
         newer = pushed.generation > self.generation
         is_now = pushed.generation == self.generation
         if newer or (is_now and (is_next or self._may_have_joined(source))):
-            self._keep_early(source, pushed)
+            self._keep_early(source, pushed, payload)
             return
         held = self._chunks.get(pushed.chunk)
         if held is None or not held.chunk.trainable:
             raise ProtocolError(f"chunk {pushed.chunk} takes no gradients on server {self._index}")
         pushes = self._pushes_of(source, pushed)
         if self._refuses(pushes, pushed, held):
+            held.release(payload)
             return
         began = 0.0 if self.spans is None else self.spans.now()
-        payload = pushed.payload
         codec = held.codec_of(payload, self._codec)
         self._drop_taken_back(pushes, held)
         if payload is not None and self._stages_each and pushed.chunk not in self._answers_for:
@@ -316,14 +322,16 @@ class PushIntake:
         known = self._open_to_all or not self._stages_each or source.index in self.members
         return self._is_passed and not known and source.role == "worker" and source.index < workers
 
-    def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
+    def _keep_early(
+        self, source: Peer, pushed: Push | HostPush, payload: torch.Tensor | None
+    ) -> None:
         """Keep a push until its generation or version begins; ProtocolError: too many, so the oldest is dropped."""
         aggregated = self._hosts.summed_by(source.index)
         workers = len(aggregated) if source.role == "aggregator" else 1
-        oldest = self._early.keep(source, pushed, workers)
-        if oldest is not None:
+        if (dropped := self._early.keep(source, (pushed, payload), workers)) is not None:
             self.refused += 1
-            self._release(oldest)
+            self._release(*dropped)
+            oldest = dropped[0]
             raise ProtocolError(
                 f"{source} has pushed more than two steps before this server was told of them: its "
                 f"oldest push, of chunk {oldest.chunk} at generation {oldest.generation} and "
@@ -355,7 +363,6 @@ class PushIntake:
         if reason is None:
             return False
         self.refused += 1
-        held.release(pushed.payload)
         if reason:
             raise ProtocolError(
                 f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}"
@@ -457,8 +464,8 @@ class PushIntake:
 
     def stage_early(self) -> None:
         """Stage the pushes that came early; those that are still early are kept again."""
-        for source, push in self._early.take():
+        for source, (push, payload) in self._early.take():
             try:
-                self.stage(source, push)
+                self.stage(source, push, payload)
             except ProtocolError as error:
                 log.warning("refused %s from %s: %s", push.KIND.name, source, error)

@@ -129,20 +129,22 @@ class PutStates:
         part = _PARTS[message.kind].unpack(message)
         if part.sequence <= self._installed.get(source, 0):
             return
-        self._keep(source, part)
+        self._keep(source, part, message.payload)
         self._send(source, PutReceived(part.sequence, part.number).pack())
 
-    def _keep(self, source: Peer, part: Put | PutState | ReplaceState) -> None:
+    def _keep(
+        self, source: Peer, part: Put | PutState | ReplaceState, payload: torch.Tensor | None
+    ) -> None:
         """Add a part to its state; ProtocolError: see `receive`."""
         match part:
             case Put():
-                if part.payload is None or part.chunk not in self._chunks:
+                if payload is None or part.chunk not in self._chunks:
                     raise ProtocolError(
-                        f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}"
+                        f"PUT of {payload} for chunk {part.chunk} at server {self._server}"
                     )
-                self._put_of(source, part).weights[part.chunk] = part.payload
+                self._put_of(source, part).weights[part.chunk] = payload
             case PutState():
-                value = state_tensor(part.about, part.payload)
+                value = state_tensor(part.about, payload)
                 if (held := self._chunks.get(part.chunk)) is None:
                     raise ProtocolError(
                         f"optimizer state for chunk {part.chunk}: server {self._server} does not "

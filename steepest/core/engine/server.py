@@ -304,7 +304,7 @@ class Server:
         match message.kind:
             case Kind.PUSH | Kind.HOST_PUSH:
                 began, kind = self._now(), Push if message.kind is Kind.PUSH else HostPush
-                self._intake.stage(source, kind.unpack(message))
+                self._intake.stage(source, kind.unpack(message), message.payload)
                 self._taking += self._now() - began
             case Kind.SNAPSHOT:
                 self._answer(Snapshot.unpack(message))

@@ -33,7 +33,6 @@ from steepest.core.messages.schema import (
     Generation,
     Header,
     Incarnation,
-    Payload,
     Sequence,
     Version,
     body,
@@ -58,7 +57,8 @@ class Push(Body):
     the aggregator. Until it has sent the last chunk to any server it may take the gradient back: its next
     push from the same version, with a higher sequence number, takes the place of this one. A user of a
     parameter server sends an update of its arrays in this form, as generation 0, incarnation 0, and in
-    units of 1.
+    units of 1. The payload is in the chunk's dtype, in half precision, or compressed; without one there is no
+    gradient, which counts as zero.
     """
 
     generation: Generation  # this and incarnation: of the worker as it computed the gradient
@@ -70,8 +70,6 @@ class Push(Body):
     total: Total = 0.0  # summed weight of the samples behind the gradient
     # indices, in the layout's entries, of parameters of the chunk without a gradient
     absent: Absent = ()
-    # in the chunk's dtype, in half precision, or compressed; None: no gradient, which counts as zero
-    payload: Payload = None
 
 
 @body(Kind.HOST_PUSH)
@@ -80,7 +78,7 @@ class HostPush(Body):
 
     An aggregator sends it to the server of another host that owns the chunk, once each worker of
     its host has pushed the chunk. If the sum holds NaN or infinity, the aggregator sends the
-    gradients one by one instead, each as a HOST_PUSH of one push.
+    gradients one by one instead, each as a HOST_PUSH of one push. The payload is as in `Push`.
     """
 
     generation: Generation
@@ -92,7 +90,6 @@ class HostPush(Body):
     pushes: Annotated[tuple[PushId, ...], PUSHES]
     # indices, in the layout's entries, of parameters without a gradient in any of the pushes
     absent: Absent = ()
-    payload: Payload = None  # as in `Push`
 
 
 @body(Kind.VERSION_STAGED)
@@ -269,7 +266,8 @@ class Weights(Body):
     """One chunk of the weights.
 
     A server sends it to the readers of a commit or snapshot; in training also the aggregator of a
-    host to the workers of that host, as soon as the chunk has come.
+    host to the workers of that host, as soon as the chunk has come. The payload is in the chunk's dtype or in half
+    precision, or holds its changes since the version that the reader has, each packed.
     """
 
     generation: Generation
@@ -283,8 +281,6 @@ class Weights(Body):
     skipped: Annotated[bool, FLAG] = False
     # the parts of the model that the reader is sent of this version; None for the part whose turn it is
     fragments: Annotated[Seq[int] | None, many(COUNT)] = None
-    # in the chunk's dtype or in half precision, or its changes since the version that the reader has, each packed
-    payload: Payload = None
 
 
 @body(Kind.WEIGHTS_SHARED)
@@ -292,9 +288,7 @@ class WeightsShared(Body):
     """The memory in which the weights of a host lie.
 
     An aggregator sends it to the workers of its host before the first weights of a generation. A
-    worker that can map the memory uses it as its own weights.
+    worker that can map the memory uses it as its own weights. The payload is the flat vector of all weights.
     """
 
     generation: Generation
-    # the flat vector of all weights, in shared memory
-    payload: Payload = None

@@ -56,8 +56,6 @@ class Header(NamedTuple):
     weighs: bool = False  # whether it is a weight of a gradient
 
 
-#: The payload: bytes that follow the named values, a one-dimensional uint8 tensor, or None.
-Payload = Annotated[Any, Header("payload")]
 #: The membership that a message belongs to, counted from 1; a message of an older one is void.
 Generation = Annotated[int, Header("generation")]
 #: The number of lives of the sending worker before the present one.
@@ -73,8 +71,7 @@ Chunk = Annotated[int, Header("chunk")]
 class Body:
     """The content of a message of one kind; `body` makes a subclass for each kind.
 
-    It is immutable. Two are equal if they are of one kind and their fields are equal, payloads
-    aside.
+    It is immutable. Two are equal if they are of one kind and their fields are equal.
 
     Attributes:
         KIND: of the message.
@@ -84,8 +81,8 @@ class Body:
     KIND: ClassVar[MessageKind]
     SCHEMA: ClassVar[Schema]
 
-    def pack(self) -> Message:
-        """Return a new message with this content."""
+    def pack(self, payload: Any = None) -> Message:
+        """Return a new message with this content, and a payload or none."""
         raise NotImplementedError
 
     @classmethod
@@ -103,7 +100,7 @@ class Body:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return {**self.__dict__, "payload": None} == {**other.__dict__, "payload": None}
+        return self.__dict__ == other.__dict__
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
@@ -215,7 +212,7 @@ def _pack(parts: list[_BodyField]) -> list[str]:
     inside = [part for part in parts if part.slot is None]
     always = ", ".join(f"{part.name!r}: values[{part.name!r}]" for part in inside if part.needed)
     lines = [
-        "def pack(self):",
+        "def pack(self, payload=None):",
         "    values = self.__dict__",
         f"    meta = {{{always}}}" if inside else "    meta = None",
     ]
@@ -230,9 +227,8 @@ def _pack(parts: list[_BodyField]) -> list[str]:
             )
             lines.append(f"    if values[{part.name!r}]{differs}:")
             lines.append(f"        meta[{part.name!r}] = values[{part.name!r}]")
-    payload = f"values[{slots['payload']!r}]" if "payload" in slots else "None"
     meta = "meta" if always or not inside else "meta or None"
-    return [*lines, f"    return Message(kind, {', '.join(head)}, {meta}, {payload})"]
+    return [*lines, f"    return Message(kind, {', '.join(head)}, {meta}, payload)"]
 
 
 def _unpack(parts: list[_BodyField]) -> list[str]:

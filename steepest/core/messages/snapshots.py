@@ -24,7 +24,6 @@ from steepest.core.messages.schema import (
     Chunk,
     Generation,
     Header,
-    Payload,
     Sequence,
     Version,
     body,
@@ -88,7 +87,6 @@ class _Tensor(Body):
     plain: Annotated[bool, FLAG]
     dtype: Annotated[str, TEXT]  # without "torch."
     shape: Annotated[Seq[int], many(COUNT)]
-    payload: Payload = field(default=None, kw_only=True)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -143,7 +141,7 @@ class SnapshotEnd(Body):
 
 @body(Kind.PUT)
 class Put(Body):
-    """One chunk of weights, to be installed later.
+    """One chunk of weights, in its dtype, to be installed later.
 
     A client sends it to every server that holds the chunk.
     """
@@ -151,7 +149,6 @@ class Put(Body):
     sequence: Sequence  # the client's count of its requests; one for all messages of a put
     number: Number  # of this message among those of the put, from 0
     chunk: Chunk
-    payload: Payload = None  # in the chunk's dtype
 
 
 @body(Kind.PUT_STATE)

@@ -10,7 +10,6 @@ from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, Exchan
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job
 from steepest.core.engine.replicas import Replicas
-from steepest.core.messages.gradients import WeightsShared
 from steepest.core.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
 from steepest.core.tensors.memory import Memory, as_tensor
 
@@ -40,7 +39,7 @@ class SharedWeights(ExchangeAround):
         """Take a message with the vector, or another one."""
         if message.kind is not Kind.WEIGHTS_SHARED:
             return super().receive(source, message)
-        vector = WeightsShared.unpack(message).payload
+        vector = message.payload
         if vector is not None and self._adopt(vector):
             self.use(vector)
         return NOTHING_YET

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -33,11 +33,11 @@ from steepest.errors import ProtocolError
 from steepest.strategies.compression.gradient_compressor import GradientCompressor
 
 
-@dataclass(slots=True)
-class _Gathering:
-    """One chunk of a version: the pushes that have arrived, by worker."""
+class _GatheredPush(NamedTuple):
+    """A worker's push of one chunk."""
 
-    pushes: dict[int, Push] = field(default_factory=dict)
+    push: Push
+    payload: torch.Tensor | None
 
 
 class HostAggregator:
@@ -89,7 +89,9 @@ class HostAggregator:
         self._weights = ArrivingWeights(f"aggregator {index}", layout, weights, pull_dtype)
         self._shared_in = -1  # the generation of the last WEIGHTS_SHARED
         self._step: Key = (-1, -1)
-        self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step
+        self._gathering: dict[
+            int, dict[int, _GatheredPush]
+        ] = {}  # by chunk and worker, of that step
         self._sum = torch.empty(0, dtype=torch.uint8)
         self._spans: RoleSpans | None = None
 
@@ -120,7 +122,7 @@ class HostAggregator:
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message: gather a gradient, or pass weights on; ProtocolError: it takes no such message."""
         if message.kind is Kind.PUSH:
-            self._gather(source, Push.unpack(message))
+            self._gather(source, Push.unpack(message), message.payload)
         elif (weights := self._weights.receive(message)) is not None:
             self._pass_on(weights)
 
@@ -133,9 +135,9 @@ class HostAggregator:
     def doing(self) -> Status:
         """Return which pushes the aggregator waits for, see `Role.doing`."""
         lacking = {
-            chunk: set(self._workers) - gathering.pushes.keys()
+            chunk: set(self._workers) - gathering.keys()
             for chunk, gathering in list(self._gathering.items())
-            if len(gathering.pushes) < len(self._workers)
+            if len(gathering) < len(self._workers)
         }
         if not lacking:
             return Status("waits for pushes")
@@ -149,9 +151,9 @@ class HostAggregator:
         """Send the workers a chunk that has come; before the first one, the vector it lies in."""
         if arrived.reload and self._can_be_shared and arrived.generation > self._shared_in:
             self._shared_in = arrived.generation
-            shared = WeightsShared(arrived.generation, self._weights.vector)
+            shared = WeightsShared(arrived.generation)
             for worker in self._workers:
-                self._send(worker_peer(worker), shared.pack())
+                self._send(worker_peer(worker), shared.pack(self._weights.vector))
         weights = Weights(
             arrived.generation,
             sequence=0,
@@ -159,14 +161,14 @@ class HostAggregator:
             chunk=arrived.chunk,
             reload=arrived.reload,
             skipped=arrived.skipped,
-            payload=self._weights.chunk(arrived.chunk),
         )
+        payload = self._weights.chunk(arrived.chunk)
         for worker in self._workers:
-            self._send(worker_peer(worker), weights.pack())
+            self._send(worker_peer(worker), weights.pack(payload))
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def _gather(self, source: Peer, push: Push) -> None:
+    def _gather(self, source: Peer, push: Push, payload: torch.Tensor | None) -> None:
         """Keep a worker's chunk; after the last worker's push the sum. ProtocolError: another host's, or version."""
         if source.index not in self._workers:
             raise ProtocolError(
@@ -185,39 +187,44 @@ class HostAggregator:
         if step > self._step:
             self._step = step
             self._gathering = {}
-        gathering = self._gathering.setdefault(push.chunk, _Gathering())
-        known = gathering.pushes.get(source.index)
+        gathering = self._gathering.setdefault(push.chunk, {})
+        known = gathering.get(source.index)
         if known is not None and (push.incarnation, push.sequence) <= (
-            known.incarnation,
-            known.sequence,
+            known.push.incarnation,
+            known.push.sequence,
         ):
             return  # a copy
-        gathering.pushes[source.index] = push  # perhaps instead of one that was taken back
+        # perhaps instead of one that was taken back
+        gathering[source.index] = _GatheredPush(push, payload)
         spans = self._spans
         if spans is not None:
             place = (push.sequence, push.pulled, push.chunk, source.index)
             spans.add(SpanKind.STAGE, spans.now(), *place)
-        if len(gathering.pushes) == len(self._workers):
+        if len(gathering) == len(self._workers):
             began = 0.0 if spans is None else spans.now()
-            pushes = {worker: gathering.pushes[worker] for worker in self._workers}
+            pushes = {worker: gathering[worker] for worker in self._workers}
             self._push_on(push.chunk, pushes, source.index)
             if spans is not None:
                 spans.add(SpanKind.REDUCE, began, -1, push.pulled + 1, push.chunk)
 
-    def _push_on(self, chunk: int, pushes: dict[int, Push], last: int) -> None:
+    def _push_on(self, chunk: int, pushes: dict[int, _GatheredPush], last: int) -> None:
         """Push on the sum of a chunk's gradients; if it is not finite, each by itself, the `last` worker's first.
 
         If that worker has taken back an earlier gradient, its push voids the sum that the server has.
         """
-        weighing = [push for push in pushes.values() if push.payload is not None and push.unit]
-        unit = weighing[0].unit if weighing else 0.0
-        payload = weighing[0].payload if weighing else None
+        weighing = [
+            (payload, push)
+            for push, payload in pushes.values()
+            if payload is not None and push.unit
+        ]
+        unit = weighing[0][1].unit if weighing else 0.0
+        payload = weighing[0][0] if weighing else None
         if len(weighing) > 1:
             payload, unit = self._add_up(chunk, weighing)
         if payload is not None and self._checked and not self._is_finite(chunk, payload):
             for worker in sorted(pushes, key=lambda worker: worker != last):
-                push = pushes[worker]
-                self._send_on(chunk, {worker: push}, push.payload, push.unit)
+                one = pushes[worker]
+                self._send_on(chunk, {worker: one}, one.payload, one.push.unit)
         else:
             self._send_on(chunk, pushes, payload, unit)
 
@@ -225,25 +232,31 @@ class HostAggregator:
         return math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype)))
 
     def _send_on(
-        self, chunk: int, pushes: dict[int, Push], payload: torch.Tensor | None, unit: float
+        self,
+        chunk: int,
+        pushes: dict[int, _GatheredPush],
+        payload: torch.Tensor | None,
+        unit: float,
     ) -> None:
         """Send a chunk's server one HOST_PUSH for `pushes`, by worker: their sum's flat bytes, in units of `unit`."""
-        first = next(iter(pushes.values()))
-        total = math.fsum(push.total for push in pushes.values())
-        absent = [frozenset(push.absent) for push in pushes.values() if push.payload is not None]
+        first = next(iter(pushes.values())).push
+        total = math.fsum(one.push.total for one in pushes.values())
+        absent = [frozenset(one.push.absent) for one in pushes.values() if one.payload is not None]
         if payload is not None and len(pushes) > 1 and self._compressor is not None:
             payload = self._compressor.pack(chunk, payload, unit, total, frozenset())
         host_push = HostPush(
             *(first.generation, first.pulled, chunk, unit, total),
             tuple(
-                PushId(worker, push.incarnation, push.sequence) for worker, push in pushes.items()
+                PushId(worker, push.incarnation, push.sequence)
+                for worker, (push, _) in pushes.items()
             ),
             sorted(frozenset.intersection(*absent)) if absent else (),
-            payload,
         )
-        self._send(self._owners[chunk], host_push.pack())
+        self._send(self._owners[chunk], host_push.pack(payload))
 
-    def _add_up(self, chunk: int, weighing: list[Push]) -> tuple[torch.Tensor, float]:
+    def _add_up(
+        self, chunk: int, weighing: list[tuple[torch.Tensor, Push]]
+    ) -> tuple[torch.Tensor, float]:
         """Return the sum of gradients in units of the first one's weight, and that unit.
 
         In half precision return their mean, which overflows least, in units of their summed weight. The chunk's next
@@ -255,19 +268,17 @@ class HostAggregator:
         self._own_pending(total)
         dtype = self._layout.chunks[chunk].dtype
         result = total.view(dtype)
-        first, *rest = weighing
-        assert first.payload is not None
-        augend = first.payload.view(dtype)
+        (augend, first), *rest = weighing
+        augend = augend.view(dtype)
         if sum_dtype(dtype) is not dtype:
-            sum_, weight = augend.to(sum_dtype(dtype)), math.fsum(push.total for push in weighing)
-            for push in rest:
-                assert push.payload is not None
-                sum_.add_(push.payload.view(dtype), alpha=push.unit / first.unit)
+            weight = math.fsum(push.total for _, push in weighing)
+            sum_ = augend.to(sum_dtype(dtype))
+            for payload, push in rest:
+                sum_.add_(payload.view(dtype), alpha=push.unit / first.unit)
             result.copy_(sum_.div_(weight / first.unit))
             return total, weight
-        for push in rest:
-            assert push.payload is not None
-            torch.add(augend, push.payload.view(dtype), alpha=push.unit / first.unit, out=result)
+        for payload, push in rest:
+            torch.add(augend, payload.view(dtype), alpha=push.unit / first.unit, out=result)
             augend = result
         return total, first.unit
 

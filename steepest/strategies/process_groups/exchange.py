@@ -222,31 +222,31 @@ class GroupExchange(ExchangeAround):
 
     # -- what comes of the group -----------------------------------------------------------------
 
-    def _pushed(self, generation: int, push: HostPush) -> None:
+    def _pushed(self, generation: int, push: HostPush, payload: torch.Tensor | None) -> None:
         """Push a sum to the own server; called on any thread."""
-        self._router.call(partial(self._push, generation, push))
+        self._router.call(partial(self._push, generation, push, payload))
 
-    def _push(self, generation: int, push: HostPush) -> None:
+    def _push(self, generation: int, push: HostPush, payload: torch.Tensor | None) -> None:
         if generation == self._generation and self._group is not None:
-            self._push_sum(server_peer(self._worker), push.pack())
+            self._push_sum(server_peer(self._worker), push.pack(payload))
 
-    def _brought(self, root: int, weights: Weights) -> None:
+    def _brought(self, root: int, weights: Weights, payload: torch.Tensor) -> None:
         """Deliver weights of another worker's server as if they had been sent; called on any thread."""
-        self._router.call(partial(self._deliver, root, weights))
+        self._router.call(partial(self._deliver, root, weights, payload))
 
-    def _deliver(self, root: int, weights: Weights) -> None:
+    def _deliver(self, root: int, weights: Weights, payload: torch.Tensor) -> None:
         if weights.generation == self._generation and self._group is not None:
-            self._router.sender(server_peer(root))(worker_peer(self._worker), weights.pack())
+            self._router.sender(server_peer(root))(worker_peer(self._worker), weights.pack(payload))
 
     def _note_weights(self, source: Peer, message: Message) -> None:
         """Note that weights have come: of the own server, to be passed on; of others, which were passed on."""
         weights = Weights.unpack(message)
         of_group = weights.generation == self._generation and self._group is not None
-        if not of_group or weights.reload or weights.payload is None:
+        if not of_group or weights.reload or message.payload is None:
             return
         assert self._group is not None
         if source == server_peer(self._worker):
-            payload = as_tensor(weights.payload)
+            payload = as_tensor(message.payload)
             made = MadeChunk(payload, weights.skipped, event_after(payload))
             self._made[weights.version, weights.chunk] = made
         else:

@@ -47,7 +47,7 @@ class NewWeights:
         own: OwnGradient,
         sums: Sums,
         made: dict[tuple[int, int], MadeChunk],
-        bring: Callable[[int, Weights], None],
+        bring: Callable[[int, Weights, torch.Tensor], None],
     ) -> None:
         self._layout, self._holders, self._worker, self._size = layout, holders, worker, size
         self._own, self._sums, self._made, self._bring = own, sums, made, bring
@@ -81,6 +81,5 @@ class NewWeights:
                     version,
                     chunk,
                     skipped=bool(flags.any()),
-                    payload=elements.view(torch.uint8),
                 )
-                self._bring(holders[0], weights)
+                self._bring(holders[0], weights, elements.view(torch.uint8))

@@ -173,7 +173,7 @@ class Reduction:
         worker: int,
         own: OwnGradient,
         sums: Sums,
-        push: Callable[[HostPush], None],
+        push: Callable[[HostPush, torch.Tensor | None], None],
         *,
         checked: bool,
     ) -> None:
@@ -368,8 +368,8 @@ class Reduction:
                 math.fsum(header.total for header in headers),
                 tuple(header.push for header in headers),
                 sorted(absent),
-                elements.view(torch.uint8) if has_any and elements is not None else None,
-            )
+            ),
+            elements.view(torch.uint8) if has_any and elements is not None else None,
         )
 
 
