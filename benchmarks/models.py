@@ -49,6 +49,26 @@ class MLP(nn.Sequential):
         )
 
 
+class CharacterTransformer(nn.Module):
+    """A decoder of 10.7 million parameters for texts of 64 characters of 65: six layers of width 384, as nanoGPT's."""
+
+    def __init__(self, characters: int = 65, length: int = 64, width: int = 384) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(characters, width)
+        self.places = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 6, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True, bias=False
+        )
+        norm = nn.LayerNorm(width, bias=False)
+        self.layers = nn.TransformerEncoder(layer, 6, norm, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), False)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        """Log probabilities of each next character, (batch, characters, length)."""
+        mixed = self.layers(self.characters(texts) + self.places.weight, self.mask, is_causal=True)
+        return F.log_softmax(F.linear(mixed, self.characters.weight).transpose(1, 2), dim=1)
+
+
 def sgd(network: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), lr=LEARNING_RATE, fused=fused)
 
@@ -56,6 +76,10 @@ def sgd(network: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
 def adam(network: nn.Module, fused: bool | None = True) -> torch.optim.Optimizer:
     """Fused, which is the fastest that torch has; steepest is given ``fused=None`` and chooses by itself."""
     return torch.optim.Adam(network.parameters(), lr=ADAM_LEARNING_RATE, fused=fused)
+
+
+def adamw(network: nn.Module, fused: bool | None = True) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(network.parameters(), lr=ADAM_LEARNING_RATE, fused=fused)
 
 
 class Modelled(Protocol):
@@ -67,7 +91,11 @@ class Modelled(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, the shape of its data, its optimizer; ``steps`` is the default number of steps in one round."""
+    """A network, the shape of its data, its optimizer; ``steps`` is the default number of steps in one round.
+
+    Samples are random numbers, each with a class; or, where they have ``words``, whole numbers below that, each with
+    the one that follows it.
+    """
 
     name: str
     network: Callable[[], nn.Module]
@@ -76,6 +104,7 @@ class Workload:
     samples: int
     steps: int
     optimizer: Callable[..., torch.optim.Optimizer] = sgd
+    words: int | None = None
 
     def build(self) -> nn.Module:
         """The network, with the same initial weights in every process."""
@@ -85,6 +114,10 @@ class Workload:
     def data(self) -> tuple[Tensor, Tensor]:
         """Random inputs and labels, the same in every process."""
         generator = torch.Generator().manual_seed(SEED)
+        if self.words is not None:
+            shape = self.samples, self.shape[0] + 1, *self.shape[1:]
+            text = torch.randint(self.words, shape, generator=generator)
+            return text[:, :-1], text[:, 1:]
         x = torch.randn(self.samples, *self.shape, generator=generator)
         y = torch.randint(CLASSES, (self.samples,), generator=generator)
         return x, y
@@ -140,5 +173,6 @@ WORKLOADS = {
         Workload("convnet", ConvNet, (1, 28, 28), batch_size=128, samples=4096, steps=120),
         Workload("mlp", MLP, (1024,), batch_size=8, samples=512, steps=6),
         Workload("mlp-adam", MLP, (1024,), batch_size=8, samples=512, steps=6, optimizer=adam),
+        Workload("transformer", CharacterTransformer, (64,), 4, 512, 6, optimizer=adamw, words=65),
     )
 }

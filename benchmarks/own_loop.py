@@ -1,6 +1,6 @@
 """The time of a step in a loop of the user's own, beside `fit` and other libraries' loops, with two workers.
 
-    python -m benchmarks.own_loop                       # both workloads, about four minutes
+    python -m benchmarks.own_loop                       # convnet and mlp, about four minutes
     python -m benchmarks.own_loop --model convnet --rounds 5 --shipped
     python -m benchmarks.own_loop --start 5             # the time up to the first step, alone
     python -m benchmarks.own_loop --model mlp --strategies allreduce --rivals accelerate fabric    # in 12 GB
