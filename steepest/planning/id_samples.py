@@ -38,11 +38,13 @@ class IdSample:
     Attributes:
         table: the table.
         first, second: (n,), int64, how often each of n distinct ids was in each half.
+        batch_rows: mean number of distinct ids of a batch; None of a sample without batches.
     """
 
     table: Table
     first: Any
     second: Any
+    batch_rows: float | None = None
 
     @property
     def counts(self) -> Any:
@@ -57,6 +59,7 @@ class IdCounter:
         self._ids: list[Any] = []
         self._counts: list[Any] = []
         self._waiting = 0
+        self._seen = 0  # distinct ids of each batch, added up
 
     def add(self, ids: Any, counts: Any, half: int) -> None:
         """Count distinct ids (n,) of a batch, each so many times."""
@@ -65,6 +68,7 @@ class IdCounter:
         self._ids.append(np.asarray(ids, np.int64))
         self._counts.append(both)
         self._waiting += len(ids)
+        self._seen += len(ids)
         if self._waiting > _FOLDED:
             self._fold()
 
@@ -74,26 +78,28 @@ class IdCounter:
         np.add.at(counts, inverse, np.concatenate(self._counts))
         self._ids, self._counts, self._waiting = [ids], [counts], 0
 
-    def sample(self, table: Table) -> IdSample:
-        """Return the counts as a sample."""
+    def sample(self, table: Table, batches: int | None) -> IdSample:
+        """Return the counts as a sample, of so many batches; None: of no batches."""
         if self._ids:
             self._fold()
         both = self._counts[0] if self._counts else np.zeros((0, 2), np.int64)
-        return IdSample(table, both[:, 0], both[:, 1])
+        return IdSample(table, both[:, 0], both[:, 1], self._seen / batches if batches else None)
 
 
 def sample_of(table: Table, ids: Any) -> IdSample:
     """Return the sample of ids from an array of any shape, or from an iterable of arrays, each a batch."""
-    counter = IdCounter()
+    counter, number = IdCounter(), -1
+    has_batches = True
     if isinstance(ids, np.ndarray) or hasattr(ids, "__array__") or _is_flat(ids):
         flat = require_ids(f"ids of table {table.name!r}", ids).reshape(-1)
         batches: Iterable[Any] = (flat[0::2], flat[1::2])
+        has_batches = False
     else:
         batches = ids
     for number, batch in enumerate(batches):
         checked = require_ids(f"ids of table {table.name!r}", batch).reshape(-1)
         counter.add(*np.unique(checked, return_counts=True), number % 2)
-    return counter.sample(table)
+    return counter.sample(table, number + 1 if has_batches else None)
 
 
 def _is_flat(ids: Any) -> bool:

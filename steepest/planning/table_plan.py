@@ -43,6 +43,13 @@ class TableForecast:
     bytes: RowBytes
 
     @property
+    def batch_bytes(self) -> tuple[int, int] | None:
+        """Bytes of rows that a worker pulls for a batch, and of gradients that it pushes; None without batches."""
+        if (rows := self.sample.batch_rows) is None:
+            return None
+        return round(rows * self.bytes.values), round(rows * self.bytes.pushed)
+
+    @property
     def memory(self) -> int:
         """Bytes of memory with all rows in it."""
         return self.rows.likely * self.bytes.memory
@@ -117,6 +124,7 @@ class TablePlan:
             "in memory",
             "90 % in memory",
             "on disk",
+            "a batch",
         ]
         return [head, *(_row(each) for each in self.tables)]
 
@@ -169,6 +177,10 @@ class TablePlan:
                 "rows": each.rows._asdict(),
                 "row_bytes": {**each.bytes._asdict(), "memory": each.bytes.memory},
                 "memory_bytes": each.memory,
+                "batch_rows": each.sample.batch_rows,
+                "batch_bytes": None
+                if each.batch_bytes is None
+                else dict(zip(("pulled", "pushed"), each.batch_bytes, strict=True)),
                 "disk_bytes": each.disk,
                 "snapshot_bytes": each.snapshots,
                 "hits": [
@@ -280,7 +292,15 @@ def _row(each: TableForecast) -> list[str]:
         size_in_words(each.memory),
         size_in_words(each.memory_with(each.wanted_places)),
         size_in_words(each.disk),
+        _of_batch(each),
     ]
+
+
+def _of_batch(each: TableForecast) -> str:
+    if each.batch_bytes is None:
+        return "-"
+    pulled, pushed = map(size_in_words, each.batch_bytes)
+    return f"{each.sample.batch_rows:,.0f} rows, {pulled} + {pushed}"
 
 
 def _counted(count: int, what: str) -> str:

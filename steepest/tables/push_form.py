@@ -33,6 +33,9 @@ class GroupForm:
     Args:
         tables: of the group.
         seed: of the job.
+
+    Attributes:
+        row_bytes: bytes of the gradient of a row, with its id.
     """
 
     def __init__(self, tables: Sequence[Table], seed: int) -> None:
@@ -42,19 +45,19 @@ class GroupForm:
         self._names, self._seed = [table.name for table in tables], seed
         # of the values; None where they travel as they are
         self._packed: RowFormat | None = None
-        self._width = width_of(one.dim, self._dtype, lives=self._lives)
+        self.row_bytes = width_of(one.dim, self._dtype, lives=self._lives)
         if one.gradient_dtype is not None:
             self._packed = RowFormat(one.dim, 0, one.gradient_dtype)
-            self._width = 16 + 4 * self._lives + self._packed.sent_bytes
+            self.row_bytes = 16 + 4 * self._lives + self._packed.sent_bytes
         self._salts: dict[int, Int64s] = {}  # by worker
 
     def nbytes(self, rows: int) -> int:
         """Return the bytes of so many rows, with those up to the next group."""
-        return aligned(rows * self._width)
+        return aligned(rows * self.row_bytes)
 
     def write(self, part: RowGradients, packed: Bytes, chance: Chance) -> None:
         """Write gradients to memory of `nbytes`."""
-        count, size = len(part), len(part) * self._width
+        count, size = len(part), len(part) * self.row_bytes
         packed[size:] = 0
         if self._packed is None:
             part.write_to(packed[:size], lives=self._lives)
@@ -75,7 +78,7 @@ class GroupForm:
 
     def read(self, packed: Bytes, count: int) -> RowGradients:
         """Return the gradients of so many rows, as views where they travel as they are."""
-        size = count * self._width
+        size = count * self.row_bytes
         if self._packed is None or not count:
             rows = packed[: size if self._packed is None else 0]
             return RowGradients.unpack(rows, self._dim, self._dtype, lives=self._lives)

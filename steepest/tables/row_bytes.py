@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from steepest.tables.eviction import LFU
+from steepest.tables.push_form import GroupForm
 from steepest.tables.table import Table
 
 # Of a row, in memory and on disk, for id, version, count, index and the pages that are not full yet: as measured with
@@ -29,6 +30,7 @@ class RowBytes(NamedTuple):
         place: in memory, of values and slots there, of a table with a directory.
         disk: of a row of such a table in its server's file, at most.
         snapshot: of a row in one copy of a snapshot.
+        pushed: of its gradient and its id, on the way from a worker to a server; `values` are on the way back.
     """
 
     values: int
@@ -38,6 +40,7 @@ class RowBytes(NamedTuple):
     place: int
     disk: int
     snapshot: int
+    pushed: int
 
     @classmethod
     def of(cls, table: Table) -> RowBytes:
@@ -49,9 +52,9 @@ class RowBytes(NamedTuple):
         disk = int(_GAPS * (form.row_bytes + _RECORD))
         snapshot = form.row_bytes + _SNAPSHOT
         place = form.row_bytes + _PLACE
-        return cls(
-            form.sent_bytes, slots, _KNOWN + more, _KNOWN_ON_DISK + more, place, disk, snapshot
-        )
+        pushed = GroupForm([table], 0).row_bytes
+        known, on_disk = _KNOWN + more, _KNOWN_ON_DISK + more
+        return cls(form.sent_bytes, slots, known, on_disk, place, disk, snapshot, pushed)
 
     @property
     def memory(self) -> int:

@@ -14,13 +14,14 @@ import torch
 
 pytest.importorskip("numba", reason="embedding tables need it")
 
-from steepest import Embedding, TorchModel
+from steepest import Embedding, ParameterServerStrategy, TorchModel
 from steepest.cli import main
 from steepest.errors import ConfigurationError
 from steepest.planning.distinct import distinct_ids, hit_share
 from steepest.planning.table_plan import plan_tables
 from steepest.tables import LFU, Adagrad, RowWiseAdagrad, Table
 from steepest.tables.tiered_rows import bytes_of
+from steepest.testing import InProcessCluster
 from tests.reference import sgd
 
 Draw = Callable[[np.random.Generator, int], Any]
@@ -166,6 +167,22 @@ def test_a_model_is_sampled_as_it_trains() -> None:
     assert ids.size == 1000
 
 
+def test_bytes_of_a_batch_are_those_that_travel() -> None:
+    (items,) = plan_tables(creator, batches=100).tables
+    strategy = ParameterServerStrategy(num_servers=1)
+    cluster = InProcessCluster(creator, num_workers=1, strategy=strategy)
+    results, dense, head = cluster.step(100), 8, 8
+    pulled = sum(each.bytes_pulled - dense for each in results) / 100
+    pushed = sum(each.bytes_pushed - dense - head for each in results) / 100
+    assert items.batch_bytes == (round(pulled), round(pushed))
+    (given,) = plan_tables(
+        {Table("t", 16): [np.array(ids) for ids in ([1, 1, 2], [3, 4, 5], [1, 2, 3])]}
+    ).tables
+    assert given.sample.batch_rows == pytest.approx(8 / 3)
+    (flat,) = plan_tables({Table("t", 16): np.arange(9)}).tables
+    assert flat.batch_bytes is None
+
+
 SCRIPT = """
 import torch, steepest
 from torch.utils.data import DataLoader, TensorDataset
@@ -208,6 +225,7 @@ def test_the_command_reads_scripts_and_files(
     assert found["users"]["rows"] == {"likely": 100, "least": 100, "most": 100}
     assert found["items"]["row_bytes"]["memory"] == 8 * 4 + 47
     assert found["items"]["look_ups"] == 100_000
+    assert found["items"]["batch_bytes"] is None
     assert main.main([*given, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["servers"] == 1
 
