@@ -215,6 +215,19 @@ def test_state_of_a_real_run_is_carried_over(cut: int | None) -> None:
 STATE_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
+@pytest.mark.usefixtures("simulated")
+def test_another_number_of_workers_with_the_same_global_batch(tmp_path: Path) -> None:
+    task = replace(TASK, batch_size=1)
+    expected = replace(TASK, batch_size=2).train(1, 50)
+    with DistributedSGD(task.creator(), num_workers=1, devices_per_worker=2) as one:
+        one.fit(steps=30, progress=False)
+        one.save(tmp_path)
+    with DistributedSGD(task.creator(), num_workers=2) as two:
+        two.restore(tmp_path)
+        two.fit(steps=20, progress=False)
+        assert difference(two.weights(), expected) < 1e-12
+
+
 def test_the_owner_says_what_does_not_fit() -> None:
     layout = ParameterLayout.plan([("w", (3,), torch.float32, True)])
     owner = JobSignature(layout, "torch.optim.Adam", {}, 16, {})
@@ -270,6 +283,7 @@ class TestOverProcesses:
         assert sgd.fit(steps=20, progress=False).step == 50
         assert same_bits(sgd.weights(), weights)
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("strategy", [ps(1), SimpleStrategy()], ids=["one server", "simple"])
     def test_a_new_trainer_continues_bit_for_bit(
         self, trained: Any, tmp_path: Path, strategy: Any
@@ -369,17 +383,6 @@ class TestOverProcesses:
         assert same_bits(sgd.state_dict(), before)
         assert sgd.fit(steps=20, progress=False).step == 50
         assert same_bits(sgd.weights(), trained[2])
-
-    def test_another_number_of_workers_with_the_same_global_batch(self, tmp_path: Path) -> None:
-        task = replace(TASK, batch_size=1)
-        expected = replace(TASK, batch_size=2).train(1, 50)
-        with DistributedSGD(task.creator(), num_workers=1, devices_per_worker=2) as one:
-            one.fit(steps=30, progress=False)
-            one.save(tmp_path)
-        with DistributedSGD(task.creator(), num_workers=2) as two:
-            two.restore(tmp_path)
-            two.fit(steps=20, progress=False)
-            assert difference(two.weights(), expected) < 1e-12
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

@@ -69,8 +69,10 @@ def test_a_trainer_is_refused_before_anything_is_started(
         raise ZeroDivisionError
 
     monkeypatch.setattr("steepest.runtime.driver.trainer.Cluster", start)
-    with holder(tmp_path), pytest.raises(CheckpointError, match="give this run another path"):
+    held = DirectoryLock(Checkpoints(tmp_path))
+    with pytest.raises(CheckpointError, match="give this run another path"):
         DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
+    held.release()
     with pytest.raises(ZeroDivisionError):
         DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
     DirectoryLock(Checkpoints(tmp_path)).release()  # what could not start holds nothing

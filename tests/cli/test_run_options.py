@@ -120,6 +120,7 @@ def test_the_help_fits_one_screen() -> None:
     assert len(parser().format_help().splitlines()) <= 50
 
 
+@pytest.mark.long
 def test_a_script_runs_as_a_file_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

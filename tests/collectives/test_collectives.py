@@ -86,6 +86,7 @@ OPS = {
 }
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_and_reduce(make_group: Any, size: int, op: str) -> None:
@@ -109,6 +110,7 @@ def test_all_reduce_and_reduce(make_group: Any, size: int, op: str) -> None:
     assert alike(found, torchs(size, do))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("size", SIZES)
 def test_means(make_group: Any, size: int) -> None:
     wanted = sum(given(rank) for rank in range(size)) / size
@@ -282,6 +284,7 @@ DISAGREEING: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("kind", ["in-process", "unix", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("what", DISAGREEING)

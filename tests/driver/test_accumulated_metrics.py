@@ -113,6 +113,7 @@ def _simulated() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("_simulated")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -25,6 +25,7 @@ from tests.step_callbacks import After
 pytestmark = pytest.mark.usefixtures("machine")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_worker_that_is_killed_twice_amid_a_gradient_changes_no_bit(
     strategy: str, tmp_path: Path
@@ -51,6 +52,7 @@ def test_each_sample_is_part_of_the_weights_once_when_a_worker_is_killed(
     assert torch.isclose(found[:, None], allowed, rtol=0, atol=1e-12).any(1).all(), found
 
 
+@pytest.mark.long
 def test_a_job_whose_template_is_killed_goes_on_with_another(machine: MachineRuntime) -> None:
     """A program that kills processes by their command line hits the template, with which all forks die."""
 

@@ -26,12 +26,13 @@ def children(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
         (signal.SIGINT, -signal.SIGINT),
-        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.long),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGKILL, -signal.SIGKILL),
     ],
 )
 def test_no_process_is_left(sent: signal.Signals, status: int) -> None:

@@ -114,6 +114,7 @@ def states(cluster: InProcessCluster) -> list[dict[str, torch.Tensor]]:
     return [dict(each) for worker in cluster.workers for each in worker._replicas.states()]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("mode", TOGETHER)
 def test_audits_change_no_bit(mode: str, workers: int) -> None:
@@ -158,6 +159,7 @@ def test_a_worker_without_samples_is_audited() -> None:
     assert not audited.differences
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", ["sync", "allreduce"])

@@ -141,6 +141,7 @@ def test_a_step_of_weight_zero_is_committed_and_changes_nothing() -> None:
     assert not cluster.snapshot("state").records
 
 
+@pytest.mark.few(4)
 @grid(
     chunk_bytes=[64, None],
     optimizer=[

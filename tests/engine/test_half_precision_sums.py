@@ -58,6 +58,7 @@ def step(way: str, gradients: torch.Tensor) -> dict[str, torch.Tensor]:
     return {parameter: -value.double() for parameter, value in cluster.weights().items()}
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("with_header", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("way", WAYS)

@@ -184,6 +184,7 @@ def test_new_weights_reach_every_worker(places: str) -> None:
         assert all(bool((value == 0.25).all()) for value in named.values())
 
 
+@pytest.mark.few(10)
 @EVERYWHERE
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_nan_is_refused_with_the_name_of_who_made_it(places: str, culprit: int) -> None:

@@ -159,6 +159,7 @@ def expected(steps: int, how: str = "in place") -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("strategy", EXACT)
 def test_a_momentum_encoder_is_that_of_plain_training(how: str, strategy: str) -> None:
@@ -314,6 +315,7 @@ def wide(how: str) -> Callable[[], nn.Module]:
     return make
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_many_weights_are_compared_now_and_then(steps: int, workers: int) -> None:
@@ -329,6 +331,7 @@ def test_many_weights_are_compared_now_and_then(steps: int, workers: int) -> Non
         assert isinstance(result, Result), "it is found later"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("how", ["clamp", "storage"])
 @pytest.mark.parametrize("strategy", ["ps", "async", "ssp", "local", "simple"])
 def test_what_was_written_to_many_weights_is_sent_again(how: str, strategy: str) -> None:

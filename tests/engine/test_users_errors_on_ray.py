@@ -61,7 +61,13 @@ def create(worker: int, device: int) -> Faulty:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, marks=pytest.mark.full, id="one worker"),
+        pytest.param(2, id="two workers"),
+    ],
+)
 def trainer(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[DistributedSGD]:
     with DistributedSGD(create, num_workers=request.param) as made:
         yield made

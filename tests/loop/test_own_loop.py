@@ -395,6 +395,7 @@ def test_several_steps_for_a_batch_equal_one_process(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("script", [adversarial, clamped])
+@pytest.mark.long
 def test_several_steps_for_a_batch_of_a_size_of_all_workers(script: Any) -> None:
     """The batch of all workers is as large as was said, on however many."""
     expected = alone(script, 2)

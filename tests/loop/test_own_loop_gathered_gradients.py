@@ -142,6 +142,7 @@ UNLIKE: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", UNLIKE)
 def test_workers_that_gather_at_unlike_places_are_told_at_once(name: str, workers: int) -> None:

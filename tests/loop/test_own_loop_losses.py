@@ -238,6 +238,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("strategy", ["ps", pytest.param("allreduce", marks=pytest.mark.full)])
 @pytest.mark.parametrize("loss", RIGHT)
 def test_a_mean_is_that_of_one_process(loss: Loss, strategy: str) -> None:

@@ -31,6 +31,7 @@ def step(parts: Parts, x: object, y: object) -> None:
     parts.optimizer.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seconds", [SECONDS, None])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_worker_hears_when_its_node_goes(workers: int, seconds: float | None) -> None:

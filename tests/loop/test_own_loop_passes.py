@@ -119,6 +119,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", LOOPS)
 def test_passes_are_those_of_one_process(name: str, workers: int) -> None:

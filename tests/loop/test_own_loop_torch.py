@@ -396,6 +396,7 @@ def writing_late(write: Any, rank: int) -> Script:
     return Script(loop, model=wide, optimizer=sgd(lr=1e-4), data=samples(64), epochs=1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("write", [through_data, through_numpy])

@@ -105,6 +105,7 @@ def parts(make: Callable[[], Any], split: list[list[int]]) -> list[Any]:
     return found
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("name", METRICS)
 def test_of_several_workers_is_that_of_one_process(name: str, split: list[list[int]]) -> None:

@@ -539,6 +539,7 @@ def test_the_output_of_a_process_is_shown_without_secrets_and_within_bounds() ->
 
 
 @pytest.mark.usefixtures("machine")
+@pytest.mark.long
 def test_a_live_page_has_the_last_lines_of_each_process() -> None:
     """Those of a process of this machine; of one that is none it is said so."""
     with DistributedSGD(printing_creator, 2) as trainer:

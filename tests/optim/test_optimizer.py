@@ -215,6 +215,7 @@ def train_both(
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_split_over_chunks_equals_torch_on_whole_tensors(name: str, dtype: torch.dtype) -> None:
@@ -311,6 +312,7 @@ def loop(
     return found
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw", "muon"])
 def test_a_schedule_is_that_of_a_loop_in_any_order(kind: str, name: str) -> None:

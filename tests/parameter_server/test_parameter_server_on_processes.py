@@ -39,6 +39,7 @@ def push_ones(server: ParameterServer, times: int) -> None:
         assert len({*server.push_pull(np.ones(SIZE))}) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dies", [0, 1])
 def test_any_server_may_die_and_every_process_finds_its_successor(dies: int) -> None:
     with ParameterServer(np.zeros(SIZE), 2, replication=2, timeout=SECONDS) as server:

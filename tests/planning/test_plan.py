@@ -42,6 +42,7 @@ def predicted(
     return predict(made_up(SECONDS), as_strategy(strategy), workers, links, **settings)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
 def test_one_worker_only_computes(name: str) -> None:
     strategy = as_strategy(name)
@@ -403,6 +404,7 @@ def test_the_command_prints_a_table(tmp_path: Any, capsys: pytest.CaptureFixture
     assert len(out.read_text().splitlines()) == 5
 
 
+@pytest.mark.long
 def test_an_example_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn", reason="digits: pip install 'steepest[demo]'")
     threads = threading.active_count()
@@ -437,6 +439,7 @@ def test_the_command_says_what_is_wrong(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("workers", "cores"), [(1, 2), (2, 2), (3, 2), (8, 2), (8, 8)])
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "local", "async"])
 def test_workers_of_one_host_share_its_cores(strategy: str, workers: int, cores: int) -> None:

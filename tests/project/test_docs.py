@@ -54,10 +54,8 @@ def address(ray_cluster: None) -> str:
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(0, "{'loss': "), pytest.param(1, "EvaluationResult(loss=", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "said"), [(0, "{'loss': "), (1, "EvaluationResult(loss=")])
 def test_the_examples_of_readme_and_trainer_run_as_they_stand(
     tmp_path: Path, number: int, said: str
 ) -> None:
@@ -140,6 +138,7 @@ def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path) -> No
     assert "'right': 1.0" in run_block(blocks_of("docs/howto/embedding.md")[0], tmp_path)
 
 
+@pytest.mark.long
 def test_the_example_of_tables_in_one_process_runs_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

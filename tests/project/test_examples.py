@@ -125,6 +125,7 @@ def check_report(printed: str, source: str, iterations: int, last: float) -> int
 @needs_mnist
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("mode", "updates", "stalest"), [("sync", 100, 0), ("async", 200, 199)])
+@pytest.mark.long
 def test_mnist_is_learned(
     examples: dict[str, Any],
     capsys: pytest.CaptureFixture[str],

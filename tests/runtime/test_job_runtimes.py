@@ -144,6 +144,7 @@ def test_more_large_values_travel_in_a_message_than_descriptors_with_a_byte(
         assert here.call(process, "sum", *[value] * 300).get(SECONDS) == 300 << 17
 
 
+@pytest.mark.long
 def test_the_end_of_the_template_is_told() -> None:
     with on_processes() as here:
         group = here.ask([{"CPU": 1.0}], "PACK")
@@ -158,6 +159,7 @@ def test_the_end_of_the_template_is_told() -> None:
         assert here.call(successor, "add", 2).get(SECONDS) == [1, 2]
 
 
+@pytest.mark.long
 def test_nothing_stays_when_a_runtime_ends() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with on_processes() as here:

@@ -56,6 +56,7 @@ def creator(worker: int, device: int) -> TorchModel:
     return TorchModel(Net(), loss=F.mse_loss, data=(IDS, TARGETS), batch_size=6, optimizer=sgd)
 
 
+@pytest.mark.long
 def test_two_workers_train_as_one_process_does() -> None:
     torch.manual_seed(0)
     net = Net()

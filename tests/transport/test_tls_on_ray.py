@@ -22,6 +22,7 @@ from tests.living import places_of
 from tests.reference import same_bits
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.page_examples import blocks_of, run_block
 from tests.verified_loops import BACKWARD, BEGIN, LOOP, PREPARE, STEP, loop, verified
 
 
+@pytest.mark.long
 def test_a_counter_that_begins_anew_in_a_successor_is_named_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
