@@ -24,7 +24,7 @@ def test_the_workflow_of_tests_runs_what_ci_runs() -> None:
     run = {name for line in job["strategy"]["matrix"]["targets"] for name in line.split()}
     assert all(re.search(rf"^{name}:", MAKEFILE, flags=re.MULTILINE) for name in run)
     lines = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    made = {name for line in lines for name in line.split()}
+    made = {name for line in lines for name in line.split() if not name.startswith(".")}
     assert run >= made > {"check", "test", "test-cluster", "site"}
 
 

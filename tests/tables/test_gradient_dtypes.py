@@ -36,6 +36,7 @@ def gradients(values: np.ndarray[Any, Any]) -> RowGradients:
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dim", [1, 5, 16])
 @pytest.mark.parametrize("ttl", [None, "1d"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +99,7 @@ def job(dtype: str | None, strategy: Any, workers: int = 2, spoiled: bool = Fals
     return InProcessCluster(create, num_workers=workers, strategy=strategy, keep_log=True), create
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_job_learns_from_fewer_bytes_and_is_replayed(dtype: str, workers: int) -> None:
