@@ -156,6 +156,7 @@ def compiled() -> nn.Module:
     return torch.compile(perceptron(), backend="eager")  # type: ignore[return-value]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @BOTH
 @WORKERS

@@ -91,6 +91,7 @@ def announced(machine: MachineRuntime) -> Iterator[None]:
     machine._notice._memory[:] = bytes(1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("announced")
 def test_a_machine_is_announced_to_go_by_a_signal(tmp_path: Path) -> None:
     """SIGUSR2 to the program reaches the loops of its processes, which end together."""

@@ -63,6 +63,7 @@ def test_a_workers_spans_are_as_long_as_its_computation_and_its_wait_for_the_slo
         assert np.diff(begun) == pytest.approx([slowest] * (STEPS - 1), abs=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "async", "ssp", "simple", "local"])
 def test_servers_stage_reduce_and_apply_each_step_once_for_each_chunk(

@@ -120,6 +120,7 @@ def test_they_go_on_as_in_one_process(name: str) -> None:
         assert difference(cluster.weights(), job.expected) < 1e-12, strategy
 
 
+@pytest.mark.long
 def test_their_state_is_taken_over_once(tmp_path: Path) -> None:
     """On whole jobs: the state is in checkpoints, and none of it comes back after a change."""
     job = continued(two, 9, 6)

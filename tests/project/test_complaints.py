@@ -204,6 +204,7 @@ def over_batches(parts: Parts, epochs: int) -> None:
                 parts.optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_token_weights_over_accumulation_and_ranks_are_wrong(workers: int) -> None:

@@ -31,6 +31,7 @@ def example(request: pytest.FixtureRequest) -> Iterator[Any]:
         del sys.modules[request.param]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 def test_alone_it_learns(example: Any) -> None:
     assert example.main([]) > 0.9

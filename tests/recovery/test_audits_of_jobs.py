@@ -122,6 +122,7 @@ def once(worker: int, device: int) -> Any:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("machine")
 def test_processes_name_the_one_that_was_wrong_and_train_as_without_it() -> None:
     found = []

@@ -33,6 +33,7 @@ class Notice(Callback):
         self.heard.append(event)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("seconds", "when"), [(25.0, r"in \d\d s"), (0.0, "at a time that is not known")]

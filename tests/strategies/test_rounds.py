@@ -124,6 +124,7 @@ def test_with_all_changes_in_each_round_a_slow_worker_holds_up_nobody() -> None:
     assert done >= 0.95 * sum((end - begin) / each for each in seconds)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("seconds", "quorum", "least"),

@@ -162,6 +162,7 @@ OPTIMIZERS: list[RowOptimizer] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kinds", FORMATS, ids=str)
 def test_pushes_are_those_of_float32_with_each_result_rounded(

@@ -379,6 +379,7 @@ def test_a_job_with_rows_on_disk_is_that_in_memory_and_its_replay(
     assert torch.equal(found[0].values, found[1].values)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_rows_on_disk_live_through_deaths_moves_and_checkpoints(tmp_path: Path) -> None:
     create = words(IDS, directory=str(tmp_path / "rows"), memory_rows=10)

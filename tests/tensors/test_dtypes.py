@@ -212,6 +212,7 @@ class Rotating(nn.Module):
 TASK = Task(Rotating, sgd(lr=0.01), samples(24, 4, 2, torch.float32))
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("workers", [2, 3])

@@ -323,6 +323,7 @@ def test_processes_of_a_job_go_on(
     runs_long(2, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("as_stranger", [False, True])
 def test_processes_of_a_parameter_server_go_on(
