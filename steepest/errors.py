@@ -286,10 +286,10 @@ def described_error(described: Mapping[str, str], prefix: str = "") -> SteepestE
     kind = globals().get(described.get("kind", ""))
     if not (isinstance(kind, type) and issubclass(kind, SteepestError)):
         return None
-    found = kind(prefix + described["error"].partition(": ")[2])
+    error = kind(prefix + described["error"].partition(": ")[2])
     # None hides the exception that is being handled, Ray's, as `raise ... from None` does
-    found.__cause__ = RemoteTraceback(described["traceback"]) if described["traceback"] else None
-    return found
+    error.__cause__ = RemoteTraceback(described["traceback"]) if described["traceback"] else None
+    return error
 
 
 def described_by(message: Any) -> dict[str, str]:
@@ -314,14 +314,14 @@ def _rebuilding(error: BaseException) -> str | None:
     kind = type(error)
     if not isinstance(error, Exception) or kind.__module__ == "builtins":
         return None
-    about = {
+    content = {
         "class": [kind.__module__, kind.__qualname__],
         "args": list(error.args),
         "attributes": {name: value for name, value in vars(error).items() if name[:2] != "__"},
     }
     try:
-        text = json.dumps(about)
-        return text if len(text) < _MESSAGE_LIMIT and json.loads(text) == about else None
+        text = json.dumps(content)
+        return text if len(text) < _MESSAGE_LIMIT and json.loads(text) == content else None
     except (TypeError, ValueError, RecursionError):
         return None
 
@@ -329,16 +329,16 @@ def _rebuilding(error: BaseException) -> str | None:
 def _rebuilt(text: str) -> Exception | None:
     """Return an exception of a user's class; None where this process lacks it. Nothing is imported, or called."""
     try:
-        about = json.loads(text)
-        module, name = about["class"]
+        content = json.loads(text)
+        module, name = content["class"]
         kind = operator.attrgetter(name)(sys.modules[module])
         if module == "builtins" or not issubclass(kind, Exception):
             return None
         if issubclass(kind, (SteepestError, StopIteration)):
             return None
         made: Exception = Exception.__new__(kind)  # TypeError for one that is built in C
-        made.args = tuple(about["args"])
-        vars(made).update(about["attributes"])
+        made.args = tuple(content["args"])
+        vars(made).update(content["attributes"])
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
     return made

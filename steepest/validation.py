@@ -38,13 +38,13 @@ def require_number(
     Raises:
         ConfigurationError: `value` is no such number; the message begins with `name`.
     """
-    found = _finite(value)
-    if not low <= found <= high or found == but:
+    number = _finite(value)
+    if not low <= number <= high or number == but:
         allowed = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
         allowed = "" if low == -math.inf and high == math.inf else allowed
         allowed += "" if but is None else f", but not {but:g}"
         raise ConfigurationError(f"{name}={value!r:.40}: give a finite number{allowed}")
-    return found
+    return number
 
 
 def require_positive(name: str, value: object) -> float:
@@ -53,10 +53,10 @@ def require_positive(name: str, value: object) -> float:
     Raises:
         ConfigurationError: `value` is no such number; the message begins with `name`.
     """
-    found = _finite(value)
-    if not found > 0:
+    number = _finite(value)
+    if not number > 0:
         raise ConfigurationError(f"{name}={value!r:.40}: give a positive number")
-    return found
+    return number
 
 
 def require_seconds(name: str, value: object) -> float:

@@ -34,14 +34,14 @@ class Bucketize(torch.nn.Module):
 
     def __init__(self, boundaries: Sequence[float]) -> None:
         super().__init__()
-        found = torch.as_tensor(boundaries, dtype=torch.float64)
-        ascends = found.dim() == 1 and bool((found.diff() > 0).all())
-        if not (ascends and len(found) and math.isfinite(float(found.abs().max()))):
+        bounds = torch.as_tensor(boundaries, dtype=torch.float64)
+        ascends = bounds.dim() == 1 and bool((bounds.diff() > 0).all())
+        if not (ascends and len(bounds) and math.isfinite(float(bounds.abs().max()))):
             raise ConfigurationError(
                 f"boundaries={boundaries!r:.80}: give one or more finite numbers in ascending order"
             )
-        self.num_embeddings = len(found) + 2
-        self.register_buffer("boundaries", found, persistent=False)
+        self.num_embeddings = len(bounds) + 2
+        self.register_buffer("boundaries", bounds, persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Return the bucket of each number: int64 of the same shape."""

@@ -92,15 +92,15 @@ class EmbeddingCollection(TableModule):
             ConfigurationError: a feature is missing or not known, or its ids or weights are not so.
         """
         if isinstance(ids, KeyedJagged) and not isinstance(ids, Mapping):
-            ids, given_weights = by_feature(ids)
-            per_sample_weights = given_weights if per_sample_weights is None else per_sample_weights
-        given = {} if per_sample_weights is None else per_sample_weights
-        self._require_features(ids, given)
+            ids, own_weights = by_feature(ids)
+            per_sample_weights = own_weights if per_sample_weights is None else per_sample_weights
+        weights_by_name = {} if per_sample_weights is None else per_sample_weights
+        self._require_features(ids, weights_by_name)
         names = list(ids)
         ids = {name: _hashed(self._features[name], ids[name]) for name in names}
         parts = [_bags_of(name, ids[name]) for name in names]
         weights = [
-            _weights_of(name, given.get(name), part)
+            _weights_of(name, weights_by_name.get(name), part)
             for name, part in zip(names, parts, strict=True)
         ]
         kept = [self._kept(name, part[0]) for name, part in zip(names, parts, strict=True)]
@@ -126,10 +126,10 @@ class EmbeddingCollection(TableModule):
                     factors = _joined_weights([(weights[at], kept[at], of_each[at]) for at in mine])
                     pooled = pooled_rows(rows, own, _one_after_another(bounds), mode, factors)
                 for at, part in zip(mine, torch.split(pooled, sizes), strict=True):
-                    found = part
+                    vectors = part
                     if mode is None:
-                        found = _shaped(part, kept[at], ids[names[at]], parts[at][1])
-                    embedded[names[at]] = found
+                        vectors = _shaped(part, kept[at], ids[names[at]], parts[at][1])
+                    embedded[names[at]] = vectors
         return {name: embedded[name] for name in names}
 
     def _require_features(self, ids: Any, weights: Any) -> None:
@@ -213,16 +213,16 @@ def _weights_of(name: str, weights: Any, part: tuple[Tensor, Tensor]) -> Tensor 
 def _joined_weights(of: Sequence[tuple[Tensor | None, Tensor | None, Tensor]]) -> Tensor | None:
     """Return the weights of several features' kept ids, ones where a feature has none; None without any."""
     # of: a feature's weights, which of its ids are kept, and their rows.
-    given = [weights for weights, _, _ in of if weights is not None]
-    if not given:
+    weighted = [weights for weights, _, _ in of if weights is not None]
+    if not weighted:
         return None
-    found = []
+    parts = []
     for weights, kept, rows in of:
         if weights is None:
-            found.append(given[0].new_ones(len(rows)))
+            parts.append(weighted[0].new_ones(len(rows)))
         else:
-            found.append(weights if kept is None else weights[kept])
-    return torch.cat(found)
+            parts.append(weights if kept is None else weights[kept])
+    return torch.cat(parts)
 
 
 def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
@@ -245,8 +245,8 @@ def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
 def _hashed(table: Table, ids: Any) -> Ids:
     """Return the ids of texts, in their form: an array or a list of texts as a tensor, lists of texts as lists."""
     if table.hash is None or isinstance(ids, Tensor):
-        found: Ids = ids
-        return found
+        hashed: Ids = ids
+        return hashed
     if isinstance(ids, np.ndarray) or all(isinstance(part, str) for part in ids):
         return torch.from_numpy(text_ids(ids, table.hash))
     return [text_ids(part, table.hash).tolist() for part in ids]

@@ -151,13 +151,13 @@ def _packed(kept: _DelayedGradient) -> Tensors:
     if not kept.total:
         return Tensors()
     weights = torch.tensor([kept.unit, kept.total], dtype=torch.float64)
-    found = {"weights": weights}
+    tensors = {"weights": weights}
     for number, part in enumerate(kept.gradients):
         if part is not None:
             lives = part.lives is not None
             name = f"{number}{WITH_LIVES if lives else ''}"
-            found[name] = torch.from_numpy(part.pack(lives=lives))
-    return Tensors(found)
+            tensors[name] = torch.from_numpy(part.pack(lives=lives))
+    return Tensors(tensors)
 
 
 def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGradient:
@@ -172,11 +172,11 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGr
             group = dealing.groups[int(number)]
             packed = state[name].clone().numpy()  # at a multiple of its numbers' size
             form = group[0].dim, group[0].form.dtype
-            found = RowGradients.unpack(packed, *form, lives=lives)
-            found.require(
+            rows = RowGradients.unpack(packed, *form, lives=lives)
+            rows.require(
                 [table.name for table in group], np.ones(1, np.bool_), Spread.evenly(len(group), 1)
             )
-            gradients[int(number)] = found
+            gradients[int(number)] = rows
     except (ConfigurationError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the gradients of rows that a worker had not pushed make no sense: {error}"
@@ -203,17 +203,19 @@ def divided(
     Raises:
         CheckpointError: a state is no gradient of such tables.
     """
-    found = [_unpacked(dealing, state) for state in states if state]
-    total = math.fsum(kept.total for kept in found) / workers
-    return [_added(found[worker::workers], total, len(dealing.groups)) for worker in range(workers)]
+    delayed = [_unpacked(dealing, state) for state in states if state]
+    total = math.fsum(kept.total for kept in delayed) / workers
+    return [
+        _added(delayed[worker::workers], total, len(dealing.groups)) for worker in range(workers)
+    ]
 
 
-def _added(found: Sequence[_DelayedGradient], total: float, groups: int) -> Tensors:
+def _added(delayed: Sequence[_DelayedGradient], total: float, groups: int) -> Tensors:
     """Return the sum of some gradients, with another weight of the samples, as a state."""
-    unit = found[0].unit if found else 1.0
+    unit = delayed[0].unit if delayed else 1.0
     together: list[RowGradients | None] = []
     for group in range(groups):
-        parts = [(kept.gradients[group], kept.unit / unit) for kept in found]
+        parts = [(kept.gradients[group], kept.unit / unit) for kept in delayed]
         scaled = [part.times(factor) for part, factor in parts if part is not None]
         together.append(added(scaled) if scaled else None)
     return _packed(_DelayedGradient(together, unit, total))

@@ -45,16 +45,16 @@ def by_feature(ids: KeyedJagged) -> tuple[dict[str, Tensor], dict[str, Tensor] |
             f"{int(lengths.sum())}, and {values.numel()} values: give one whose features all have the same number "
             "of samples (no stride_per_key_per_rank)"
         )
-    found: list[dict[str, Tensor]] = [{}, {}]
+    by_name: list[dict[str, Tensor]] = [{}, {}]
     begin = 0
     for name, of in zip(names, lengths.view(len(names), samples), strict=True):
         offsets = torch.nn.functional.pad(of.cumsum(0), (1, 0))
         end = begin + int(offsets[-1])
-        for target, flat in zip(found, (values, weights), strict=True):
+        for target, flat in zip(by_name, (values, weights), strict=True):
             if flat is not None:
                 target[name] = _jagged(flat[begin:end], offsets)
         begin = end
-    return found[0], None if weights is None else found[1]
+    return by_name[0], None if weights is None else by_name[1]
 
 
 def _jagged(values: Tensor, offsets: Tensor) -> Any:

@@ -107,11 +107,11 @@ class _Pool(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (rows,) = ctx.saved_tensors
-        given = np.ascontiguousarray(gradient.detach().numpy())
-        of_rows = torch.from_numpy(ctx.bags.row_gradients(given, len(rows)))
+        upstream = np.ascontiguousarray(gradient.detach().numpy())
+        of_rows = torch.from_numpy(ctx.bags.row_gradients(upstream, len(rows)))
         if not ctx.needs_input_grad[1]:
             return of_rows, None, None
-        of_weights = ctx.bags.weight_gradients(given, rows.detach().numpy())
+        of_weights = ctx.bags.weight_gradients(upstream, rows.detach().numpy())
         return of_rows, torch.from_numpy(of_weights), None
 
 
@@ -182,8 +182,8 @@ class TableModule(nn.Module):
 
     def held(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are the rows of tables, by the tables' names."""
-        found = {name: self._parameters[own] for name, own in self._held.items()}
-        return {name: rows for name, rows in found.items() if rows is not None}
+        parameters = {name: self._parameters[own] for name, own in self._held.items()}
+        return {name: rows for name, rows in parameters.items() if rows is not None}
 
     def drop_held(self) -> None:
         """Do nothing: there are no such parameters."""
@@ -215,11 +215,11 @@ class TableModule(nn.Module):
         """Return rows of ids (n,) of tables, by group: pulled together, as are their gradients pushed."""
         # lives: of each of these (table, ids), the seconds for which they have rows stay; None for the tables' own.
         trains = self._trains and torch.is_grad_enabled()
-        found = []
+        look_ups = []
         places = {}
         for at, (table, ids) in enumerate(wanted):
             if table.name in self._held:
-                found.append(_Found([at], *self._look_up_held(table, ids, trains)))
+                look_ups.append(_Found([at], *self._look_up_held(table, ids, trains)))
             else:
                 places[at] = self._place(table)
         for group in dict.fromkeys(group for group, _ in places.values()):
@@ -240,8 +240,8 @@ class TableModule(nn.Module):
                     Tensor,
                     _PushedRows.apply(anchor, values, self._source, group, keys, of_keys),  # type: ignore[no-untyped-call]
                 )
-            found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
-        return found
+            look_ups.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
+        return look_ups
 
     def _place(self, table: Table) -> tuple[int, int]:
         """Return a table's `RowSource.place`; ConfigurationError: there is no source."""
@@ -335,10 +335,10 @@ def connect(module: nn.Module, source: Any = None) -> Any:
             f"module={type(module).__name__} has no embedding of steepest among its submodules: "
             "give a torch.nn.Module that has"
         )
-    found = LocalRows(tables_of(module)) if source is None else source
+    rows = LocalRows(tables_of(module)) if source is None else source
     for part in _parts(module):
-        part.connect(found)
-    return found
+        part.connect(rows)
+    return rows
 
 
 def is_connected(module: nn.Module) -> bool:
@@ -554,9 +554,9 @@ def _bags(ids: Tensor, offsets: Tensor | None, includes_last: bool) -> tuple[Ten
         count, size = ids.shape
         return ids.reshape(-1), evenly(count, size, ids.device)
     if ids.dim() != 1 or offsets is None or offsets.dim() != 1:
-        given = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
+        shape = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
         raise ConfigurationError(
-            f"ids of shape {tuple(ids.shape)}, offsets {given}: give ids (B, N), or ids (n,) and the "
+            f"ids of shape {tuple(ids.shape)}, offsets {shape}: give ids (B, N), or ids (n,) and the "
             "offsets (B,) at which bags begin"
         )
     bounds = offsets if includes_last else F.pad(offsets, (0, 1), value=len(ids))

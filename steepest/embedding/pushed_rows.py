@@ -144,19 +144,19 @@ class RowGradientStore(GradientStore):
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
         """Return (worker, table) of NaN and infinity, see `GradientStore.culprits`."""
-        found = []
+        culprits = []
         for push in chosen:
             if (payload := self.staged[push].payload) is not None:
-                found += [(push.worker, name) for name in self._not_finite(payload)]
-        return found or [(-1, self._groups[self._not_finite_group()].names[0])]
+                culprits += [(push.worker, name) for name in self._not_finite(payload)]
+        return culprits or [(-1, self._groups[self._not_finite_group()].names[0])]
 
     def _not_finite(self, payload: torch.Tensor) -> list[str]:
         """Return the names of tables that have NaN or infinity in a push."""
-        found = []
+        names = []
         for number, rows in enumerate(self._unpacked(payload)):
             bad = ~np.isfinite(rows.gradients).all(axis=1)
-            found += [self._groups[number].names[table] for table in np.unique(rows.tables[bad])]
-        return found
+            names += [self._groups[number].names[table] for table in np.unique(rows.tables[bad])]
+        return names
 
     def _not_finite_group(self) -> int:
         """Return the first group whose mean is not finite, or 0."""

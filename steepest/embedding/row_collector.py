@@ -82,10 +82,10 @@ class RowCollector(RowSource, ABC):
         lives: Int32s | None = None,
     ) -> None:
         """Keep the summed gradients of distinct ids, (n, dim), in the present batch's; not of tables not trained."""
-        found = RowGradients(tables, ids, gradients, sightings, lives)
+        pushed = RowGradients(tables, ids, gradients, sightings, lives)
         if frozen := self._frozen[group]:
-            found = found.taken(~np.isin(tables, frozen))
-        self._batch[group].append(found)
+            pushed = pushed.taken(~np.isin(tables, frozen))
+        self._batch[group].append(pushed)
 
     def begin_batch(self, place: Place) -> None:
         """Begin the forward pass over the batch of a place."""
@@ -135,11 +135,11 @@ class RowCollector(RowSource, ABC):
     def _added_up(self, batches: _Batches) -> list[RowGradients | None]:
         """Return the sum over some batches, by group, in units of the first one's weight."""
         unit = batches[0][0] if batches else 1.0
-        found = []
+        sums = []
         for group in range(len(self.dealing.groups)):
             parts = [part.times(w / unit) for w, batch in batches for part in batch[group]]
-            found.append(added(parts) if parts else None)
-        return found
+            sums.append(added(parts) if parts else None)
+        return sums
 
     def squares(self) -> float:
         """Return the sum of the squares of the mean gradient over the batches since `scale`."""

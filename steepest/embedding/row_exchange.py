@@ -175,11 +175,11 @@ class RowExchange(RowCollector):
                 assert payload is not None
                 packed = payload.numpy()[sent]
                 self.bytes_pulled += len(packed)
-                found = self._forms[rows.group].received(packed)
+                arrived = self._forms[rows.group].received(packed)
                 if isinstance(where, slice):
-                    values = found
+                    values = arrived
                 else:
-                    values[where] = found
+                    values[where] = arrived
         rows.values = values
         mine: Floats = values[part]
         return mine
@@ -243,8 +243,8 @@ class RowExchange(RowCollector):
             rows = _AskedRows(group, _one(tables), _one(ids), training)
             asked.append(rows)
             begin = 0
-            for at, found in zip(numbers, each, strict=True):
-                end = begin + len(found.ids)
+            for at, looked_up in zip(numbers, each, strict=True):
+                end = begin + len(looked_up.ids)
                 looked[at] = _AskedLookUp(rows, slice(begin, end), wanted[at])
                 begin = end
         self._ask(asked, int(later))

@@ -111,9 +111,9 @@ class RowsToRead(NamedTuple):
 
     def options(self) -> Options | None:
         """Return it as options; None where all rows are wanted."""
-        found: Options = {} if self.table is None else {"table": self.table}
-        found |= {"since": self.since} if self.since else {}
-        return found | ({"keep": self.keep} if self.keep else {}) or None
+        options: Options = {} if self.table is None else {"table": self.table}
+        options |= {"since": self.since} if self.since else {}
+        return options | ({"keep": self.keep} if self.keep else {}) or None
 
 
 #: The key of the record that stands for a piece that a server has written: JSON of "files" that are written, as a

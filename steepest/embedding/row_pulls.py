@@ -140,9 +140,9 @@ class RowPulls:
         chunk = -1
         for of in wanted.lookups:
             for shard, part in of.parts if of.group in self._on_disk else ():
-                found = shard.rows.read_ahead(of.tables[part], of.ids[part])
-                chunk = shard.chunk.index if found and not reads else chunk
-                reads += found
+                begun = shard.rows.read_ahead(of.tables[part], of.ids[part])
+                chunk = shard.chunk.index if begun and not reads else chunk
+                reads += begun
         if not reads:
             return False
         reading = _ReadAhead(source, wanted, chunk, system().now(), len(reads))
@@ -196,14 +196,14 @@ class RowPulls:
             tables, ids = unpack_keys(packed)
         except ConfigurationError as error:
             raise ProtocolError(f"a pull of rows: {error}") from error
-        found, begin = [], 0
+        parts, begin = [], 0
         for group, count, training in pull.lookups:
             end = begin + count
-            found.append(self._checked_part(group, training, tables[begin:end], ids[begin:end]))
+            parts.append(self._checked_part(group, training, tables[begin:end], ids[begin:end]))
             begin = end
         if begin != len(ids):
             raise ProtocolError(f"a pull of {begin} rows with {len(ids)} keys")
-        return _WantedRows(pull, found)
+        return _WantedRows(pull, parts)
 
     def _checked_part(
         self, group: int, training: bool, tables: Int32s, ids: Int64s

@@ -58,10 +58,10 @@ class RowRule:
         if not optimizer.update_everywhere(now, slots, gradients, rate):
             numbers, mine = np.empty(count, np.int32), np.empty((count, dim), now.dtype)
             rows = np.empty((count, dim + slots.shape[1]), now.dtype)
-            found = take_touched(now, slots, gradients, numbers, rows, mine)
-            rows, own = rows[:found], read_only(mine[:found], now.dtype)
-            every = np.arange(found, dtype=np.int32)
+            touched = take_touched(now, slots, gradients, numbers, rows, mine)
+            rows, own = rows[:touched], read_only(mine[:touched], now.dtype)
+            every = np.arange(touched, dtype=np.int32)
             optimizer.update(rows, every, own, int(state["step"]), rate)
-            put_back(numbers[:found], rows, now, slots)
+            put_back(numbers[:touched], rows, now, slots)
         if values.device.type != "cpu":
             values.copy_(torch.from_numpy(now))

@@ -159,38 +159,38 @@ class TableChunk(HeldChunk):
         rows = self.rows
         since = base[1] if base is not None and rows.covers(*base) else None
         rest, cut = rows.cut(since, table)
-        about = {
+        scalars = {
             "updates": np.array([rows.version]),
             "life": np.array([rows.life]),
             "seed": np.array([rows.seed]),
         }
         if rows.clock:
-            about["clock"] = np.array([rows.clock])
+            scalars["clock"] = np.array([rows.clock])
         if since is not None:
-            about["since"] = np.array([since])
-        return self._pieces(rest, cut, about, _EXPORTED if table is not None else None)
+            scalars["since"] = np.array([since])
+        return self._pieces(rest, cut, scalars, _EXPORTED if table is not None else None)
 
     def _pieces(
         self,
         rest: TableState,
         cut: RowCut,
-        about: dict[str, npt.NDArray[Any]],
+        scalars: dict[str, npt.NDArray[Any]],
         keys: Collection[str] | None,
     ) -> Iterator[list[tuple[dict[str, Any], torch.Tensor]]]:
         columns = rest.values.shape[1] + rest.slots.shape[1]
         most = max(_PIECE_BYTES // (columns * rest.values.itemsize + _KNOWN_BYTES), 1)
-        begin, found = 0, cut.take(most)
-        arrays = {**rest.arrays(), **found, **about}
+        begin, piece = 0, cut.take(most)
+        arrays = {**rest.arrays(), **piece, **scalars}
         while True:
             yield [
                 (self._about(key, begin, begin + len(array)), self._narrowed(key, array))
                 for key, array in sorted(arrays.items())
                 if keys is None or key in keys
             ]
-            begin, found = begin + len(found["ids"]), cut.take(most)
-            if not len(found["ids"]):
+            begin, piece = begin + len(piece["ids"]), cut.take(most)
+            if not len(piece["ids"]):
                 return
-            arrays = found
+            arrays = piece
 
     def _narrowed(self, key: str, array: npt.NDArray[Any]) -> torch.Tensor:
         """Return an array of a state in the dtype in which rows lie."""

@@ -13,11 +13,11 @@ Counts = dict[str, dict[str, int]]
 
 def table_counts(servers: Iterable[Server]) -> Counts:
     """Return the counts of all shards that some servers answer for; copies are not counted."""
-    found = []
+    counts = []
     for server in servers:
         for held in (server.chunks[index] for index in sorted(server.answers_for)):
-            found.append(held.counts())
-    return added_counts(found)
+            counts.append(held.counts())
+    return added_counts(counts)
 
 
 def added_counts(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> Counts:

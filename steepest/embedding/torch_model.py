@@ -169,10 +169,10 @@ def _count_shards(tables: tuple[Table, ...], each: Any) -> int:
         return 0
     from steepest.tables.table import disk_of, groups, shards_for, spread_of
 
-    found, count = groups(tables), shards_for(tables, int(each))
-    for group in found:
+    of_tables, count = groups(tables), shards_for(tables, int(each))
+    for group in of_tables:
         disk_of(group, spread_of(group, count), 0)
-    return count * len(found)
+    return count * len(of_tables)
 
 
 class _ScaledRows:

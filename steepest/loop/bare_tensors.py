@@ -22,13 +22,13 @@ class BareTensors(torch.nn.Module):
 def bare_tensors(
     modules: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    given: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return what optimizers train beside the parameters of modules, in their order.
 
     Args:
         modules, optimizers: that the user has given.
-        given: tensors that were given too; a `torch.nn.Parameter` has to be, as it could be that of a module that was
+        tensors: that were given too; a `torch.nn.Parameter` has to be, as it could be that of a module that was
             forgotten.
 
     Raises:
@@ -37,7 +37,7 @@ def bare_tensors(
     known = {id(each) for module in modules for each in module.parameters()}
     trained = [each for one in optimizers for group in one.param_groups for each in group["params"]]
     bare = list({id(each): each for each in trained if id(each) not in known}.values())
-    allowed = {id(each) for each in given}
+    allowed = {id(each) for each in tensors}
     for each in bare:
         if isinstance(each, torch.nn.Parameter) and id(each) not in allowed:
             raise ConfigurationError(
@@ -45,7 +45,7 @@ def bare_tensors(
                 "given: give the module that has it to steepest.prepare() too, or the parameter itself if none has"
             )
     trained_ids = {id(each) for each in trained}
-    for each in given:
+    for each in tensors:
         if id(each) not in trained_ids:
             raise ConfigurationError(
                 f"steepest.prepare() was given a tensor of shape {tuple(each.shape)} that no optimizer has: what is "

@@ -403,11 +403,11 @@ def joined(
     """
     own, everything = leaves_of(value), [unpack(part)["leaves"] for part in parts]
     _check_same(everything)
-    found = {}
+    wholes = {}
     for way in everything[0]:
         leaf, of_leaf = own[way], [leaves[way] for leaves in everything]
         if is_metric(leaf):
-            found[way] = merged(leaf, [_state(part) for part in of_leaf if len(part)])
+            wholes[way] = merged(leaf, [_state(part) for part in of_leaf if len(part)])
             continue
         places = _places([len(part) for part in of_leaf], order)
         whole = _like(leaf, _join(of_leaf, places))
@@ -417,13 +417,13 @@ def joined(
             if places is not None:
                 rows = torch.tensor(places).argsort()[rows]
             whole = follow(leaf, whole, rows)
-        found[way] = whole
-    return rebuilt(value, found)
+        wholes[way] = whole
+    return rebuilt(value, wholes)
 
 
-def recorded(found: Any) -> torch.Tensor:
+def recorded(value: Any) -> torch.Tensor:
     """Return what `joined` has returned as bytes, for a worker that joins later."""
-    leaves = leaves_of(found).items()
+    leaves = leaves_of(value).items()
     return pack(
         {"leaves": {way: as_rows(each) if is_metric(each) else each for way, each in leaves}}
     )
@@ -432,17 +432,17 @@ def recorded(found: Any) -> torch.Tensor:
 def from_record(value: Any, record: torch.Tensor) -> Any:
     """Return what `joined` has returned on others, from what `recorded` made of it, in the form of a worker's own."""
     own, leaves = leaves_of(value), unpack(record)["leaves"]
-    found = {
+    restored = {
         way: merged(own[way], [_state(each)]) if is_metric(own.get(way)) else each
         for way, each in leaves.items()
     }
-    return rebuilt(value, found)
+    return rebuilt(value, restored)
 
 
 def _state(part: torch.Tensor) -> MetricState:
     """Return what `as_rows` was given of a metric."""
-    found = unpack(part)
-    return MetricState(found["updates"], Tensors(found["tensors"]))
+    content = unpack(part)
+    return MetricState(content["updates"], Tensors(content["tensors"]))
 
 
 def _check_same(everything: Sequence[Mapping[str, Any]]) -> None:

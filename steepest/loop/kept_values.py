@@ -287,11 +287,11 @@ def finder(function: Any) -> FindClass:
 
     def find(module: str, name: str) -> type | None:
         for space in (globals_of, vars(sys.modules[module]) if module in sys.modules else {}):
-            found: Any = space.get(name.split(".")[0])
+            value: Any = space.get(name.split(".")[0])
             for part in name.split(".")[1:]:
-                found = None if found is None else vars(found).get(part)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+                value = None if value is None else vars(value).get(part)
+            if isinstance(value, type) and value.__module__ == module:
+                return value
         return None
 
     return find

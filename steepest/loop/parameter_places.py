@@ -20,13 +20,13 @@ class ParameterPlaces:
 
     Args:
         module: the user's.
-        given: the ids of these parameters.
+        prepared: the ids of these parameters.
     """
 
-    def __init__(self, module: torch.nn.Module, given: Collection[int]) -> None:
+    def __init__(self, module: torch.nn.Module, prepared: Collection[int]) -> None:
         self._module = module
         named = plainly(module.named_parameters(remove_duplicate=False))
-        self._given = {name: each for name, each in named.items() if id(each) in given}
+        self._given = {name: each for name, each in named.items() if id(each) in prepared}
         self._note()
 
     def _note(self) -> None:

@@ -57,11 +57,11 @@ class Turns:
         self._ident: int | None = None  # of the function's thread, once that runs
         self._gpu: torch.device | None = None  # of the thread that began it
 
-    def resume(self, given: Any = None) -> Any:
+    def resume(self, answer: Any = None) -> Any:
         """Let the function go on until it asks for something; return that, or an `Ended`.
 
         Args:
-            given: what its `ask` returns.
+            answer: what its `ask` returns.
         """
         if self.ended is not None:
             return self.ended
@@ -70,7 +70,7 @@ class Turns:
             (start_thread if keeps_here() else system().start)(self._body, self._name)
         self.show()
         try:
-            self._given.put(given)
+            self._given.put(answer)
             asked = self._asked.get()
         finally:
             del runs_in_turn[_thread.get_ident()]

@@ -76,8 +76,8 @@ class Criterion(NamedTuple):
 
     def of(self, row: Mapping[str, Any]) -> float:
         """Return the value in a row of a history; NaN where it has none."""
-        found = row["loss"] if self == LOSS else (row.get("metrics") or {}).get(self.name)
-        return math.nan if found is None else float(found)
+        value = row["loss"] if self == LOSS else (row.get("metrics") or {}).get(self.name)
+        return math.nan if value is None else float(value)
 
     @property
     def sign(self) -> float:
@@ -299,9 +299,9 @@ def _lines_of(trial: TriedStrategy) -> Iterator[list[Any]]:
         spent = [(row["timings"] or {}).get(part, "") for part in PARTS[:-1]]
         sent = [row["bytes_pushed"], row["bytes_pulled"]]
         stale = _mean(row["staleness"])
-        found = [trial.strategy, row["step"], row["seconds"], samples, row["loss"], stale, *sent]
+        cells = [trial.strategy, row["step"], row["seconds"], samples, row["loss"], stale, *sent]
         order = [spent[PARTS.index(name)] for name in _COLUMNS[-4:-1]]
-        yield ["" if each != each else each for each in [*found, *order, trial.seed]]
+        yield ["" if each != each else each for each in [*cells, *order, trial.seed]]
 
 
 def table_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -322,7 +322,7 @@ def _row_of(each: Outcome) -> list[str]:
 
 def told(
     name: str,
-    about: str,
+    description: str,
     trials: Sequence[TriedStrategy],
     version: str = "",
     by: Criterion = LOSS,
@@ -342,7 +342,7 @@ def told(
         )
     parts = [{"strategy": each.strategy, "parts": each.parts} for each in outcomes if each.parts]
     return {
-        "name": name, "about": about, "made": round(time.time(), 1), "steepest": version,
+        "name": name, "about": description, "made": round(time.time(), 1), "steepest": version,
         "advice": recommend(outcomes)[1], "head": head, "rows": rows, "runs": runs, "spent": parts,
         "parts": list(PARTS), "by": "loss" if by == LOSS else f"metrics/{by.name}",
     }  # fmt: skip

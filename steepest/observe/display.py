@@ -100,9 +100,11 @@ class Meter:
             counted = f" ({times.removeprefix(', ')})" if ended else ""
         parts += [f"step {last.step}{counted}", f"loss {last.loss:.4f}"]
         parts += [f"{name} {value:.3f}" for name, value in last.metrics.items()]
-        if (found := self.evaluation) is not None:
-            parts += [f"validation loss {found.loss:.4f}"]
-            parts += [f"validation {name} {value:.3f}" for name, value in found.metrics.items()]
+        if (evaluation := self.evaluation) is not None:
+            parts += [f"validation loss {evaluation.loss:.4f}"]
+            parts += [
+                f"validation {name} {value:.3f}" for name, value in evaluation.metrics.items()
+            ]
         parts += [f"{(self._samples - samples) / seconds:,.0f} samples/s"]
         parts += [f"{workers} worker{'s' * (workers != 1)}"]
         if self._stale and last.staleness:

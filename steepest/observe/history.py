@@ -58,13 +58,13 @@ class _HistoryRow(NamedTuple):
     figures: Figures | None
 
     def as_dict(self) -> dict[str, Any]:
-        found = {"kind": self.kind, "time": self.time, "step": self.step}
+        head = {"kind": self.kind, "time": self.time, "step": self.step}
         if isinstance(self.what, Mapping):
-            return {**found, **self.what}
+            return {**head, **self.what}
         assert self.figures is not None
         result = {name: getattr(self.what, name) for name in _RESULT}
         rows = {name: list(getattr(self.what, name)) for name in ("staleness", "learning_rate")}
-        return found | result | rows | self.figures._asdict()
+        return head | result | rows | self.figures._asdict()
 
 
 class History(Sequence[dict[str, Any]]):
@@ -132,8 +132,8 @@ class History(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> Any:
         with self._lock:
             self._take_events()
-            found = self._rows[index]
-        return [row.as_dict() for row in found] if isinstance(index, slice) else found.as_dict()  # type: ignore[union-attr]
+            chosen = self._rows[index]
+        return [row.as_dict() for row in chosen] if isinstance(index, slice) else chosen.as_dict()  # type: ignore[union-attr]
 
     def __len__(self) -> int:
         with self._lock:
@@ -318,9 +318,9 @@ class History(Sequence[dict[str, Any]]):
         steps: list[dict[str, Any]] = []
         for row in reversed(self._rows):
             if row.kind == "step":
-                if (found := row.as_dict())["epoch"] != epoch:
+                if (step := row.as_dict())["epoch"] != epoch:
                     break
-                steps.append(found)
+                steps.append(step)
 
         def mean(value: Callable[[dict[str, Any]], float | None]) -> float:
             known = [(x, s["samples"]) for s in steps if (x := value(s)) is not None]
@@ -364,13 +364,13 @@ class History(Sequence[dict[str, Any]]):
         with self._lock:
             self._take_events()
             begin = bisect_right(self._rows, number, key=lambda row: row.serial)
-            found, cuts = self._rows[begin : begin + most], self._cuts
-        return [row.as_dict() for row in found], found[-1].serial if found else number, cuts
+            rows, cuts = self._rows[begin : begin + most], self._cuts
+        return [row.as_dict() for row in rows], rows[-1].serial if rows else number, cuts
 
     def is_followed(self, key: str, by: Sink | None = None) -> bool:
         """Return whether a sink of this key is given each row; `by` asks whether it is this one."""
-        found = self._sinks.get(key)
-        return found is not None and by in (None, found)
+        sink = self._sinks.get(key)
+        return sink is not None and by in (None, sink)
 
     def follow(self, key: str, sink: Sink) -> None:
         """Give a sink all rows that there are, and each row from now on."""

@@ -163,8 +163,8 @@ class GrowingFile:
 
 def _identity(file: BinaryIO) -> tuple[int, int]:
     """Return which file an open one is, and how long."""
-    found = os.fstat(file.fileno())
-    return found.st_ino, found.st_size
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size
 
 
 class HistorySegments:
@@ -201,19 +201,19 @@ class HistorySegments:
 
     def read(self) -> Iterator[dict[str, Any] | None]:
         """Yield all rows; None for each line that is none. FileNotFoundError: there is no object."""
-        if not (found := self._segments()):
+        if not (segments := self._segments()):
             raise FileNotFoundError(f"no rows at {self.path}")
-        for each in found:
+        for each in segments:
             for _, row in _rows(io.BytesIO(self._storage.read(each))):
                 yield row
 
     def _segments(self) -> list[ObjectUrl]:
         """Return the objects that count, in their order."""
-        found = [each for each in self._storage.files(self.path) if each.name[:6].isdecimal()]
-        found.sort(key=_number)
-        first = max((i for i, each in enumerate(found) if _ALL in each.name), default=0)
-        self._number = max([self._number, *map(_number, found)])
-        return found[first:]
+        segments = [each for each in self._storage.files(self.path) if each.name[:6].isdecimal()]
+        segments.sort(key=_number)
+        first = max((i for i, each in enumerate(segments) if _ALL in each.name), default=0)
+        self._number = max([self._number, *map(_number, segments)])
+        return segments[first:]
 
     def _kept(
         self,
@@ -290,5 +290,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(found) for key, found in value.items()}
-    return [_finite(found) for found in value] if isinstance(value, (list, tuple)) else value
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

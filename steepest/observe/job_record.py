@@ -71,12 +71,12 @@ class JobRecord:
             if seconds >= self._until:
                 self._end_span(seconds)
 
-    def describe(self, step: int, about: Mapping[str, Any]) -> None:
+    def describe(self, step: int, description: Mapping[str, Any]) -> None:
         """Add what the job is, if it is not what it was."""
         with self._lock:
-            if about != self._about:
-                self._about = dict(about)
-                self._add("job", step, {"format": FORMAT, "steepest": _version(), **about})
+            if description != self._about:
+                self._about = dict(description)
+                self._add("job", step, {"format": FORMAT, "steepest": _version(), **description})
 
     def kept(self, step: int, paused: float, written: float) -> None:
         """Add a checkpoint."""
@@ -102,8 +102,8 @@ class JobRecord:
     def open_span(self) -> dict[str, Any] | None:
         """Return the row of the span that has not ended; None where it has no step."""
         with self._lock:
-            found = self._open()
-        return None if found is None else {"step": self._step, **found}
+            span = self._open()
+        return None if span is None else {"step": self._step, **span}
 
     def unwritten(self) -> tuple[list[dict[str, Any]], int]:
         """End the span; return the rows that are not in the file, and the number to give to `wrote`."""
@@ -131,16 +131,16 @@ class JobRecord:
 
     def _end_span(self, seconds: float) -> None:
         """Make a row of the open span; the row before loses its steps one by one."""
-        found = self._open()
+        span = self._open()
         self._until = seconds + max(_LEAST_SECONDS, _SHARE * seconds)
         self._forget_span()
-        if found is None:
+        if span is None:
             return
         for at in range(len(self._rows) - 1, -1, -1):
             if "last" in self._rows[at]:
                 self._rows[at] = {k: v for k, v in self._rows[at].items() if k != "last"}
                 break
-        self._add("workers", self._step, found)
+        self._add("workers", self._step, span)
 
     def _forget_span(self) -> None:
         self._span.clear()
@@ -162,8 +162,8 @@ class JobRecord:
 
 def typical(values: Iterable[float]) -> float:
     """Return the median; 0 of nothing."""
-    found = list(values)
-    return statistics.median(found) if found else 0.0
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else 0.0
 
 
 @functools.cache

@@ -383,11 +383,11 @@ class MLflow(Logger):
         """Continue the run with this tag, and ask which steps it has; begin it if there is none."""
         assert run is not None
         self._client = load_module("MLflow", "mlflow").MlflowClient(tracking_uri=self._uri)
-        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.get_experiment_by_name(self._experiment)
         number = (
             self._client.create_experiment(self._experiment)
-            if found is None
-            else found.experiment_id
+            if experiment is None
+            else experiment.experiment_id
         )
         runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{run}'", max_results=1)
         if not runs:
@@ -494,7 +494,7 @@ class Trackio(Logger):
             storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
             if not self._run._is_local:
                 return logged_until(step)
-            found = {
+            rows_by_name = {
                 f"{group}/step": storage.get_metric_values(
                     self._project, self._run.name, f"{group}/step", run_id=self._run.id
                 )
@@ -502,7 +502,7 @@ class Trackio(Logger):
             }
         except (ImportError, AttributeError, TypeError):  # another version, without these methods
             return logged_until(step)
-        return _steps({name: rows[-1]["value"] for name, rows in found.items() if rows})
+        return _steps({name: rows[-1]["value"] for name, rows in rows_by_name.items() if rows})
 
     def log(self, points: Sequence[Point]) -> None:
         """Log each point."""
@@ -516,5 +516,5 @@ class Trackio(Logger):
 
 def _steps(logged: Any) -> dict[str, int]:
     """Return by kind of row the greatest step that a run has, which is logged as a number."""
-    found = {kind: logged.get(f"{group}/step") for kind, group in _GROUPS.items()}
-    return {kind: int(step) for kind, step in found.items() if step is not None}
+    steps = {kind: logged.get(f"{group}/step") for kind, group in _GROUPS.items()}
+    return {kind: int(step) for kind, step in steps.items() if step is not None}

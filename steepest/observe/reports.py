@@ -92,12 +92,12 @@ class Reports:
 
     def behind_the_last_step(self) -> dict[str, float]:
         """Return the last means of what no step's row tells of, by name."""
-        found: dict[str, float] = {}
+        means: dict[str, float] = {}
         for _, calls in sorted(self._calls.items()):
             left = {at: call for at, call in calls.items() if self._shown.get(at[0], -1) < at[1]}
             for row in _rows(left):
-                found |= _means(row)
-        return found
+                means |= _means(row)
+        return means
 
     def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Continue with the rows of the file, of a program before; no row of the history of this one tells of them."""
@@ -131,10 +131,10 @@ class Reports:
 
     def last(self) -> dict[str, float]:
         """Return the last mean of each name."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for row in self.rows():
-            found |= row
-        return found
+            values |= row
+        return values
 
 
 def _rows(calls: Mapping[tuple[int, int], Reported]) -> list[dict[str, list[tuple[float, float]]]]:

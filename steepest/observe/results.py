@@ -189,13 +189,13 @@ def stragglers(paces: Mapping[int, float], since: Mapping[int, int]) -> tuple[St
         >>> stragglers({0: 0.1, 1: 0.5, 2: 0.1}, {1: 40})
         (Straggler(worker=1, factor=5.0, since=41),)
     """
-    found = []
+    slow = []
     for worker, step in since.items():
         others = sorted(pace for other, pace in paces.items() if other != worker)
         usual = others[len(others) // 2] if others else 0.0
         if usual > 0:  # else the others have computed nothing yet
-            found.append(Straggler(worker, paces[worker] / usual, step + 1))
-    return tuple(found)
+            slow.append(Straggler(worker, paces[worker] / usual, step + 1))
+    return tuple(slow)
 
 
 @dataclass(frozen=True, slots=True)

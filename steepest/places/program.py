@@ -69,12 +69,12 @@ def job_name(options: argparse.Namespace, default: str = "") -> str:
     return name
 
 
-def pairs_of(option: str, given: Sequence[str]) -> dict[str, str]:
+def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
     """Return "KEY=VALUE" texts, given with an option, as a mapping; ConfigurationError: one has no "=" or no key."""
-    for text in given:
+    for text in texts:
         if not re.fullmatch(r"[^=\s]+=\S*", text):
             raise ConfigurationError(f"{option}={text!r}: give KEY=VALUE")
-    return dict(text.split("=", 1) for text in given)
+    return dict(text.split("=", 1) for text in texts)
 
 
 def write(text: str, output: str | None) -> None:

@@ -160,9 +160,9 @@ def manifests(job: KubeRayJob, pods: Pods, *, cluster: bool = False) -> list[dic
     # First a ConfigMap if files travel.
     metadata = {"name": job.name, **({"namespace": job.namespace} if job.namespace else {})}
     spec = merged(_cluster(job, pods), pods.values.get("cluster") or {}, "cluster")
-    found: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
     if job.texts:
-        found.append(
+        documents.append(
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": job.texts}
         )
     kind = "RayCluster"
@@ -177,18 +177,18 @@ def manifests(job: KubeRayJob, pods: Pods, *, cluster: bool = False) -> list[dic
             "submitterPodTemplate": pod_with(_submitter(pods), pods.values, "submitter"),
         }
         spec = merged(spec, pods.values.get("job") or {}, "job")
-    about = merged(metadata, pods.values.get("metadata") or {}, "metadata")
-    found.append({"apiVersion": _API, "kind": kind, "metadata": about, "spec": spec})
-    return [*found, *(dict(each) for each in pods.values.get("objects") or ())]
+    merged_metadata = merged(metadata, pods.values.get("metadata") or {}, "metadata")
+    documents.append({"apiVersion": _API, "kind": kind, "metadata": merged_metadata, "spec": spec})
+    return [*documents, *(dict(each) for each in pods.values.get("objects") or ())]
 
 
 def _cluster(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
     """Return the specification of a Ray cluster."""
-    found: dict[str, Any] = {"rayVersion": pods.ray_version, "authOptions": {"mode": "token"}}
+    spec: dict[str, Any] = {"rayVersion": pods.ray_version, "authOptions": {"mode": "token"}}
     if pods.least < pods.most:
-        found["enableInTreeAutoscaling"] = True
-        found["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": 120}
-    found["headGroupSpec"] = {
+        spec["enableInTreeAutoscaling"] = True
+        spec["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": 120}
+    spec["headGroupSpec"] = {
         "rayStartParams": {"num-cpus": "0"},  # no worker runs beside the driver
         "template": pod_with(_head(job, pods), pods.values, "head"),
     }
@@ -200,8 +200,8 @@ def _cluster(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
         "rayStartParams": {},
         "template": pod_with(_worker(job, pods), pods.values, "workers"),
     }
-    found["workerGroupSpecs"] = [group]
-    return found
+    spec["workerGroupSpecs"] = [group]
+    return spec
 
 
 def _head(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
@@ -260,15 +260,15 @@ def _container(
 ) -> dict[str, Any]:
     """Return a container of Ray, whose limits are what it asks for."""
     asked = {key: str(value) for key, value in resources.items()}
-    found: dict[str, Any] = {"name": name, "image": pods.image}
+    container: dict[str, Any] = {"name": name, "image": pods.image}
     # KubeRay has its shell run this before Ray
     first = "python -m steepest.places.pod check"
     if job.files:  # an entry of `env` would take the place of the image's own PYTHONPATH
         first = f"export PYTHONPATH={CODE}${{PYTHONPATH:+:$PYTHONPATH}} && {first}"
-    found["args"] = [first]
+    container["args"] = [first]
     if job.texts:
-        found["volumeMounts"] = [{"name": "code", "mountPath": CODE, "readOnly": True}]
-    return found | {"resources": {"requests": asked, "limits": {**asked}}}
+        container["volumeMounts"] = [{"name": "code", "mountPath": CODE, "readOnly": True}]
+    return container | {"resources": {"requests": asked, "limits": {**asked}}}
 
 
 def _pod(job: KubeRayJob, pods: Pods, container: dict[str, Any]) -> dict[str, Any]:

@@ -233,13 +233,13 @@ def _processes(root: str, wanted: Callable[[list[str]], bool] = lambda command: 
     """Return the processes of this machine that name this directory in their arguments."""
     import psutil  # of Ray
 
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = process.cmdline()
             if process.pid != os.getpid() and wanted(command) and any(root in a for a in command):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _is_locked(root: str) -> bool:

@@ -71,18 +71,18 @@ def run(options: argparse.Namespace) -> int:
         PeerLostError: the leader died or has fallen silent, or a host's Ray could not start.
     """
     logging.basicConfig(level=logging.INFO, format="steepest: %(message)s")
-    found = read_job(os.environ)
+    job = read_job(os.environ)
     try:
         _check(options)
-        address = interface_address(found.interface)
+        address = interface_address(job.interface)
         with _Signals() as signals, _directory(signals) as directory:
             deadline = time.monotonic() + options.join_timeout
-            here = _Host(found, options, signals, directory, address, deadline)
-            return _lead(here) if found.leads else _join(here)
+            here = _Host(job, options, signals, directory, address, deadline)
+            return _lead(here) if job.leads else _join(here)
     except SystemExit as stop:  # of a signal, which is no failure
         return int(stop.code or 0)
     except BaseException as error:
-        write_failure(found.failure, str(error) or type(error).__name__)
+        write_failure(job.failure, str(error) or type(error).__name__)
         raise
 
 
@@ -270,8 +270,8 @@ def _wait_for(program: SageMakerProgram) -> int:
 
 def _join(here: _Host) -> int:
     """Join the leader's Ray, and stay until the leader has ended; return its exit status."""
-    found = here.job
-    leader = follow(found.leader, here.options.port + 1, here.address, here.deadline)
+    job = here.job
+    leader = follow(job.leader, here.options.port + 1, here.address, here.deadline)
     with contextlib.closing(leader):
         try:
             here.start_ray(leader.welcome, f"--address={leader.welcome['RAY_ADDRESS']}")
@@ -279,7 +279,7 @@ def _join(here: _Host) -> int:
             leader.fail(str(error))
             raise
         leader.joined()
-        log.info("%s has joined %s", found.host, found.leader)
+        log.info("%s has joined %s", job.host, job.leader)
         # SageMaker stops all hosts at once: the leader's program wants them for its checkpoint
         here.signals.held = True
         while (ended := leader.poll(_LOOK_SECONDS)) is None:
@@ -287,6 +287,6 @@ def _join(here: _Host) -> int:
                 return 130
     status, reason = ended
     if reason:
-        log.error("%s: %s", found.leader, reason)
-        write_failure(found.failure, f"{found.leader}: {reason}")
+        log.error("%s: %s", job.leader, reason)
+        write_failure(job.failure, f"{job.leader}: {reason}")
     return status

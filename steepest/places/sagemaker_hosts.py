@@ -49,10 +49,10 @@ def interface_address(name: str) -> str:
 def addresses_of(host: str) -> set[str]:
     """Return the IPv4 addresses to which the name of a host resolves now; none if it does not."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        records = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return set()
-    return {str(each[4][0]) for each in found}
+    return {str(each[4][0]) for each in records}
 
 
 def keep_alive(link: socket.socket) -> None:

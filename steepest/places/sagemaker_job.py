@@ -189,31 +189,31 @@ def _channels(environment: Mapping[str, str], inputs: Path) -> dict[str, Path]:
 
 def _hyperparameters(environment: Mapping[str, str], path: Path) -> dict[str, Any]:
     """Return them without those by which SageMaker's SDK speaks to its toolkit."""
-    found = {}
+    values = {}
     for name, value in _mapping(environment, "SM_HPS", path).items():
         if name.startswith("sagemaker_"):
             continue
         if isinstance(value, str) and "SM_HPS" not in environment:
             with contextlib.suppress(ValueError):  # a plain string, as it is written by hand
                 value = json.loads(value)
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _mapping(environment: Mapping[str, str], variable: str, path: Path) -> dict[str, Any]:
     """Return the JSON object of a variable, or else of a file; {} where there is neither."""
     if environment.get(variable):
-        found = _json(variable, environment[variable])
+        mapping = _json(variable, environment[variable])
     else:
         try:
-            found = _json(str(path), path.read_text(encoding="utf-8"))
+            mapping = _json(str(path), path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{variable or path}: give a JSON object, not {found!r}")
-    return found
+    if not isinstance(mapping, dict):
+        raise ConfigurationError(f"{variable or path}: give a JSON object, not {mapping!r}")
+    return mapping
 
 
 def _json(name: str, text: str) -> Any:

@@ -113,10 +113,10 @@ def command_of(program: str, arguments: Sequence[str]) -> list[str]:
                 "that SageMaker has put into the folder of the code"
             )
         return [sys.executable, program, *arguments]
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         raise ConfigurationError(f"{program}: give a Python script or a command that can be run")
-    return [found, *arguments]
+    return [path, *arguments]
 
 
 def adopt_orphans() -> None:
@@ -146,9 +146,9 @@ def _descendants(ancestor: int) -> dict[int, str]:
                 if state not in "ZX":
                     pid = int(directory.name)
                     parents[pid], names[pid] = int(parent), name.partition("(")[2]
-    found: dict[int, str] = {}
+    descendants: dict[int, str] = {}
     ancestors = {ancestor}
     while ancestors:
         ancestors = {pid for pid, parent in parents.items() if parent in ancestors}
-        found |= {pid: names[pid] for pid in ancestors}
-    return found
+        descendants |= {pid: names[pid] for pid in ancestors}
+    return descendants

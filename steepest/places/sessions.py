@@ -76,20 +76,20 @@ def existing(address: str | None = None, *, timeout: float = 10.0) -> Iterator[s
         DeadlineError: nothing has answered at the address in time.
     """
     require_seconds("timeout", timeout)
-    found = cluster_address() if address is None else address
-    if found is None:
+    reached = cluster_address() if address is None else address
+    if reached is None:
         raise ConfigurationError(
             "existing() was given no address and RAY_ADDRESS is not set: give the one that "
             "`ray start --head` printed, such as existing('10.0.0.1:6379'), or use local()"
         )
-    host, port = _host_and_port(found)
+    host, port = _host_and_port(reached)
     from steepest.runtime.connection import connect
 
     def begin() -> None:
         _knock(host, port, timeout)
-        connect(found)
+        connect(reached)
 
-    with _session(f"connect to the Ray at {found}", begin) as connected:
+    with _session(f"connect to the Ray at {reached}", begin) as connected:
         yield connected
 
 
@@ -123,14 +123,14 @@ def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     """Return the parts of an address; ConfigurationError: it is not "host:port" or, over IPv6, "[host]:port"."""
-    found = re.fullmatch(r"(?:\[([^][/]+)\]|([^][/:]+)):(\d+)", address, re.ASCII)
-    if found is None or not 0 < int(found[3]) < 65536:
+    match = re.fullmatch(r"(?:\[([^][/]+)\]|([^][/:]+)):(\d+)", address, re.ASCII)
+    if match is None or not 0 < int(match[3]) < 65536:
         raise ConfigurationError(
             f"the address of a running Ray must be 'host:port', as `ray start --head` prints it "
             f"('[host]:port' over IPv6), not {address!r}; a ray:// client is not enough, since the driver and the "
             "workers talk to each other: run on a node of the cluster"
         )
-    return found[1] or found[2], int(found[3])
+    return match[1] or match[2], int(match[3])
 
 
 def _knock(host: str, port: int, timeout: float) -> None:

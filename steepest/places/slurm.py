@@ -148,7 +148,7 @@ def batch_file(job: SlurmJob) -> str:
     # Each node runs `ray symmetric-run`: the first starts Ray's head, the others join it, and the program runs on the
     # first. The token is made there when the job starts, in a folder that only the job's user may enter; neither
     # command lines nor the file hold it.
-    given = [
+    directives = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
@@ -161,10 +161,10 @@ def batch_file(job: SlurmJob) -> str:
         "--requeue" if job.requeue else "--no-requeue",
     ]
     if job.requeue:
-        given.append("--open-mode=append")  # what was printed before stays
+        directives.append("--open-mode=append")  # what was printed before stays
     if job.gpus:
-        given.append(f"--gpus-per-node={job.gpus}")
-    lines = [f"#SBATCH {directive}" for directive in [*given, *job.directives]]
+        directives.append(f"--gpus-per-node={job.gpus}")
+    lines = [f"#SBATCH {directive}" for directive in [*directives, *job.directives]]
     body = _BODY.format(
         setup="\n".join(job.setup),
         shared=job.shared or "$SLURM_SUBMIT_DIR",

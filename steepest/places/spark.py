@@ -235,10 +235,10 @@ def _session(master: str, name: str, settings: dict[str, str]) -> Any:
 
 def _bytes_of(option: str, text: str) -> int:
     """Return a size such as 512m or 4g in bytes."""
-    found = re.fullmatch(r"(\d+)([kmgt]?)b?", text.lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+)([kmgt]?)b?", text.lower())
+    if match is None:
         raise ConfigurationError(f"{option}={text!r}: give a size such as 512m or 4g")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def _run_program(script: str, arguments: list[str]) -> int:

@@ -71,9 +71,9 @@ def check_cluster(master: str, settings: Mapping[str, str]) -> None:
 
 def _check_room(master: str, threads: int, workers: int, cpus: int) -> None:
     """Check that so many nodes fit, where the master alone (a local one has `threads`) tells how many can."""
-    found = re.match(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,", master)
-    executors, cores = (int(found[1]), int(found[2])) if found else (1, threads)
-    if (found or is_local(master)) and workers > (room := executors * (cores // cpus)):
+    match = re.match(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,", master)
+    executors, cores = (int(match[1]), int(match[2])) if match else (1, threads)
+    if (match or is_local(master)) and workers > (room := executors * (cores // cpus)):
         raise ConfigurationError(
             f"workers={workers} of cpus_per_worker={cpus}, but the master {master!r} has room for "
             f"{room}: ask for fewer, or start Spark with more cores"
@@ -94,21 +94,21 @@ def paths_of_nodes(session: Any) -> dict[str, str]:
         f"every machine (here {sys.executable})"
     )
     try:
-        found = context.parallelize([0], 1).map(_inspection()).first()
+        node = context.parallelize([0], 1).map(_inspection()).first()
     except (PySparkException, Py4JError) as error:
         line = str(error).strip().splitlines()[0]
         raise ConfigurationError(f"{python} cannot run a task: {set_it}; {line}") from error
     version = platform.python_version()
-    if found["python"].split(".")[:2] != version.split(".")[:2]:
-        raise ConfigurationError(f"{python} is {found['python']}, not {version}: {set_it}")
-    if found["ray"] != ray.__version__:
-        has = f"Ray {found['ray']}" if found["ray"] else "no Ray"
+    if node["python"].split(".")[:2] != version.split(".")[:2]:
+        raise ConfigurationError(f"{python} is {node['python']}, not {version}: {set_it}")
+    if node["ray"] != ray.__version__:
+        has = f"Ray {node['ray']}" if node["ray"] else "no Ray"
         raise ConfigurationError(f"{python} has {has}, not {ray.__version__}: {set_it}")
-    if not found["steepest"]:
+    if not node["steepest"]:
         raise ConfigurationError(f"{python} has no steepest: {set_it}")
-    if found["command"] and shutil.which("ray"):
+    if node["command"] and shutil.which("ray"):
         return {}
-    ways = [found["bin"], os.path.dirname(sys.executable), *found["path"].split(os.pathsep)]
+    ways = [node["bin"], os.path.dirname(sys.executable), *node["path"].split(os.pathsep)]
     return {"PATH": os.pathsep.join(dict.fromkeys(ways))}
 
 

@@ -26,25 +26,25 @@ def read_values(path: str) -> dict[str, Any]:
 
     option = f"--values={path!r}"
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{option} cannot be read as YAML: {error}") from None
-    given = {} if given is None else given
-    _check_names(option, "", given, _SECTIONS)
+    values = {} if values is None else values
+    _check_names(option, "", values, _SECTIONS)
     for section in ("pods", *PODS):
-        _check_names(option, section, given.get(section) or {}, _POD)
-    objects = given.get("objects") or []
+        _check_names(option, section, values.get(section) or {}, _POD)
+    objects = values.get("objects") or []
     if not isinstance(objects, list) or not all(isinstance(each, Mapping) for each in objects):
         raise ConfigurationError(f"{option}: 'objects' is a list of Kubernetes' objects")
-    return dict(given)
+    return dict(values)
 
 
-def _check_names(option: str, section: str, given: Any, allowed: Sequence[str]) -> None:
+def _check_names(option: str, section: str, values: Any, allowed: Sequence[str]) -> None:
     """Check that a section is a mapping with known names only."""
     where = f" in {section!r}" if section else ""
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{option}:{where} give names and values, not {given!r}")
-    unknown = [str(name) for name in given if name not in allowed]
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"{option}:{where} give names and values, not {values!r}")
+    unknown = [str(name) for name in values if name not in allowed]
     if unknown:
         raise ConfigurationError(
             f"{option} has {', '.join(unknown)}{where}: give {', '.join(allowed)}"
@@ -72,13 +72,13 @@ def merged(base: Any, over: Any, where: str) -> Any:
             wanted = name if isinstance(base, kind) else "a single value"
             raise ConfigurationError(f"{where}: give {wanted}, not {over!r}")
     if isinstance(base, Mapping):
-        found = dict(base)
+        result = dict(base)
         for name, value in over.items():
             if value is None:
-                found.pop(name, None)
+                result.pop(name, None)
             else:
-                found[name] = merged(found.get(name), value, f"{where}: {name}")
-        return found
+                result[name] = merged(result.get(name), value, f"{where}: {name}")
+        return result
     if isinstance(base, list):
         items = list(base)
         for each in over:
@@ -115,9 +115,9 @@ def pod_with(template: dict[str, Any], values: Mapping[str, Any], kind: str) -> 
         kind: "head", "workers" or "submitter".
     """
     for section in ("pods", kind):
-        given = dict(values.get(section) or {})
-        container = given.pop("container", None)
-        template = merged(template, given, section)
+        fields = dict(values.get(section) or {})
+        container = fields.pop("container", None)
+        template = merged(template, fields, section)
         if container is not None:
             first, *others = template["spec"]["containers"]
             first = merged(first, container, f"{section}: container")

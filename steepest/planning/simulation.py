@@ -135,25 +135,25 @@ def predict(
     job = make_job(
         profile, strategy, workers, servers, apart=apart, devices=devices, together=shares
     )
-    found = predict_job(job, profile, links)
-    return found if cores is None else _sharing(found, cores, profile)
+    prediction = predict_job(job, profile, links)
+    return prediction if cores is None else _sharing(prediction, cores, profile)
 
 
-def _sharing(found: Prediction, cores: int, profile: Profile) -> Prediction:
+def _sharing(prediction: Prediction, cores: int, profile: Profile) -> Prediction:
     """Return the prediction of a job whose processes share cores, from one in which each has its own.
 
     Passes that want more cores than there are take as much longer, and no step takes less than the processor time of
     all processes on all cores.
     """
-    computed = found.computing * found.seconds  # of a worker
-    wanted = found.workers * (1.0 if profile.occupied == 0 else profile.occupied)
+    computed = prediction.computing * prediction.seconds  # of a worker
+    wanted = prediction.workers * (1.0 if profile.occupied == 0 else profile.occupied)
     stretch = 1.0 if profile.on_device else max(wanted / cores, 1.0)
-    spent = found.of_workers + found.of_servers
-    seconds = max(found.seconds + (stretch - 1.0) * computed, spent / cores)
+    spent = prediction.of_workers + prediction.of_servers
+    seconds = max(prediction.seconds + (stretch - 1.0) * computed, spent / cores)
     return replace(
-        found,
+        prediction,
         seconds=seconds,
-        samples_per_second=found.samples_per_second * found.seconds / seconds,
+        samples_per_second=prediction.samples_per_second * prediction.seconds / seconds,
         computing=min(computed * stretch / seconds, 1.0),
     )
 

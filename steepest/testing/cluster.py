@@ -223,8 +223,8 @@ class InProcessCluster:
 
     def _build_replicas(self, worker: int, models: Sequence[Model]) -> Replicas:
         serves = self.job.strategy.in_workers
-        about = self.job, worker, models, self._devices
-        return build_replicas(*about, extensions=self._extensions, serves=serves)
+        arguments = self.job, worker, models, self._devices
+        return build_replicas(*arguments, extensions=self._extensions, serves=serves)
 
     def kill(self, worker: int) -> None:
         """End a worker's process at once, in the middle of whatever it does."""
@@ -292,8 +292,8 @@ class InProcessCluster:
             DeadlineError: nothing moves any more.
         """
         self.client.ask(steps, True)
-        found: list[Result | Failure] = []
-        while len(found) < steps:
+        outcomes: list[Result | Failure] = []
+        while len(outcomes) < steps:
             self.network.run_until(lambda: not self.client.outcomes.empty(), "a step")
             outcome = self.client.outcomes.get()
             assert outcome is not None
@@ -308,10 +308,10 @@ class InProcessCluster:
                 if outcome.waits and outcome.worker is not None:
                     self.kill(outcome.worker)
                 continue
-            found.append(outcome)
+            outcomes.append(outcome)
             if isinstance(outcome, Failure):
                 break
-        return found
+        return outcomes
 
     def wait(self, future: Future[T], what: str) -> T:
         """Run the job until a future is done, and return its result.
@@ -328,7 +328,7 @@ class InProcessCluster:
 
     def log(self) -> CommitLog:
         """Return every commit; empty without `keep_log`."""
-        found = self.wait(read_log(self.client), "the log")
+        commits = self.wait(read_log(self.client), "the log")
         job = self.job
         where = (
             job.config,
@@ -340,7 +340,7 @@ class InProcessCluster:
         )
         threads = (job.description.threads,) * 2
         return CommitLog(
-            tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads
+            tuple(commits), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads
         )
 
     def snapshot(self, what: str = "weights") -> SharedState:

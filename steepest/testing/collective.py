@@ -68,14 +68,14 @@ class _Receipt:
         self._memory, self._what = memory, what
 
     def wait(self) -> None:
-        found, sent = self._post.take(self._place, self._member.deadline)
+        received, sent = self._post.take(self._place, self._member.deadline)
         check_message(self._place[0], sent, self._member.rank, self._what)
-        if found.numel() != self._memory.numel():
+        if received.numel() != self._memory.numel():
             raise ConfigurationError(
-                f"member {self._place[0]} sent {found.numel()} bytes, {self._memory.numel()} are "
+                f"member {self._place[0]} sent {received.numel()} bytes, {self._memory.numel()} are "
                 "awaited"
             )
-        self._memory.copy_(found)
+        self._memory.copy_(received)
 
 
 class _Post:

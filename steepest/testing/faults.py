@@ -321,14 +321,14 @@ class Clock:
         missing = {index for index, entry in enumerate(model.layout.entries) if entry.trainable}
         everything = len(missing)
 
-        def reported(entry: int, *about: Any) -> None:
+        def reported(entry: int, *arguments: Any) -> None:
             self._stretch()
             if len(missing) == everything:
                 self._reached(self.step, "backward")
             if missing == {entry}:
                 self._reached(self.step, "push")
             missing.discard(entry)
-            ready(entry, *about)
+            ready(entry, *arguments)
             self._mark = time.perf_counter()
 
         self._reached(self.step, "forward")

@@ -80,9 +80,9 @@ class _Meeting:
         self._members[rank] = member
         if len(parts) == self._size:
             del self._begun[number]
-            found = [parts[rank] for rank in range(self._size)]
+            tensors = [parts[rank] for rank in range(self._size)]
             for other in self._members.values():
-                other.ways.router.call(partial(other.resume, number, found))
+                other.ways.router.call(partial(other.resume, number, tensors))
 
 
 class _SimulatedGroup(ProcessGroup):
@@ -127,22 +127,22 @@ class _SimulatedGroup(ProcessGroup):
         operation = self._operation
         return operation is None or (isinstance(operation, Await) and operation.condition())
 
-    def resume(self, number: int, found: list[torch.Tensor]) -> None:
+    def resume(self, number: int, tensors: list[torch.Tensor]) -> None:
         """Give the operation in progress what all members have."""
         if self._ended or number != self._number - 1:
             return
         answer = None
         match self._operation:
             case Reduce(total, _, root):
-                total.copy_(found[0])
-                for part in found[1:]:
+                total.copy_(tensors[0])
+                for part in tensors[1:]:
                     total += part
                 if root not in (None, self.place.rank):
                     total.fill_(-1)  # it has no meaning
             case Broadcast(value, root):
-                value.copy_(found[root])
+                value.copy_(tensors[root])
             case Gather():
-                answer = [part.clone() for part in found]
+                answer = [part.clone() for part in tensors]
         self._works = True
         self._go_on(answer)
         self._works = False

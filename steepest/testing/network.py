@@ -139,9 +139,9 @@ class InProcessTransport:
             chosen = self.random.choice(list(dict.fromkeys(link for link, _ in self.inbox)))
             position = next(i for i, (link, _) in enumerate(self.inbox) if link is chosen)
             self.inbox.rotate(-position)
-            found = self.inbox.popleft()
+            delivery = self.inbox.popleft()
             self.inbox.rotate(position)
-            return found
+            return delivery
         return self.inbox.popleft()
 
     def in_use(self, memory: Memory) -> bool:

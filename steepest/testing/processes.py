@@ -126,8 +126,8 @@ class _ProcessScript:
         if (life := _LIVES.get((self.lives, own))) is None:
             life = _LIVES[self.lives, own] = _Life(self.lives, own)
 
-        def reached(step: int, moment: Moment, about: str) -> None:
-            self._reach(own, life, step, moment, about, router.pump)
+        def reached(step: int, moment: Moment, detail: str) -> None:
+            self._reach(own, life, step, moment, detail, router.pump)
 
         if isinstance(role, Server):
             watch_server(role, reached)
@@ -140,7 +140,7 @@ class _ProcessScript:
         life: _Life,
         step: int,
         moment: Moment,
-        about: str = "",
+        detail: str = "",
         flush: Callable[[], None] | None = None,
     ) -> None:
         for fault in self.faults:
@@ -153,7 +153,7 @@ class _ProcessScript:
             life.happened.add(fault)
             if flush is not None:
                 flush()  # so that messages sent before the fault have left
-            life.note(f"{fault} at {moment}" + (about and f": {about}"))
+            life.note(f"{fault} at {moment}" + (detail and f": {detail}"))
             _strike(fault)
 
 

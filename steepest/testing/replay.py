@@ -161,7 +161,7 @@ def _rows_for(job: Job, saved: CheckpointRows | None) -> dict[str, torch.Tensor]
         answer = restored.read(replace(wanted, dealt=True))
     if why := answer.damaged or answer.unfit:
         raise CheckpointError(f"embedding tables: {why}")
-    found: dict[str, torch.Tensor] = {}
+    rows: dict[str, torch.Tensor] = {}
     for chunk in dealing.chunks:
         shard = restored.take(0, chunk)
         assert shard is not None
@@ -169,8 +169,8 @@ def _rows_for(job: Job, saved: CheckpointRows | None) -> dict[str, torch.Tensor]
         arrays |= {"updates": torch.tensor([shard.version]), "seed": torch.tensor([shard.seed])}
         if shard.clock:
             arrays["clock"] = torch.tensor([shard.clock])
-        found |= {f"{dealing.name(chunk)}/{key}": value for key, value in arrays.items()}
-    return found
+        rows |= {f"{dealing.name(chunk)}/{key}": value for key, value in arrays.items()}
+    return rows
 
 
 def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> ArrivingState | None:
@@ -180,8 +180,7 @@ def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> Arrivi
         if carried.step is not None:
             state |= _rows_for(job, carried.rows)
         return ArrivingState(state, tuple(carried.plain))
-    found = model.optimizer_state
-    return found if not job.strategy.local else None
+    return None if job.strategy.local else model.optimizer_state
 
 
 class _PartReplay:
@@ -325,7 +324,9 @@ class _PartReplay:
     def carried(self) -> _Carried:
         """Return the state with which the next part of the log begins."""
         held = self._server.chunks.items()
-        records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
+        records = [
+            (index, record, value) for index, chunk in held for record, value in chunk.state()
+        ]
         everything = _all(self._states, self._workers)
         mean = merged_states(everything, self._job.description)
         own = {name: value for name, value in mean.items() if name in self._layout.index}
@@ -419,12 +420,12 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
     """Return the values that each worker's replicas changed themselves, all with the same names."""
 
     def call(function: Callable[..., Any], *names: Sequence[str]) -> list[Any]:
-        found = []
+        results = []
         for replicas, own in zip(workers, states, strict=True):
             for model, state in zip(replicas.models, own, strict=True):
                 model.load_state(state)
-            found.append(function(replicas, *names))
-        return found
+            results.append(function(replicas, *names))
+        return results
 
     return all_states(call)
 

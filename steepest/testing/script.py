@@ -98,7 +98,7 @@ class FaultScript:
     def watch(self, server: Server, own: Peer) -> None:
         """Watch a server, a peer, so that its faults happen in the middle of an update."""
 
-        def reached(step: int, moment: Moment, about: str) -> None:
+        def reached(step: int, moment: Moment, detail: str) -> None:
             for fault in self._due(own, step, moment):
                 self._act(own, fault)
                 if fault.what == "kill":
@@ -142,16 +142,16 @@ class FaultScript:
             return [(target, "push")]
         if message.kind is not Kind.WEIGHTS:
             return []
-        found: list[tuple[Peer, Moment]] = []
+        moments: list[tuple[Peer, Moment]] = []
         if source.role == "server" and target.role != "client":
-            found.append((source, "pull"))
+            moments.append((source, "pull"))
         if target.role == "worker" and not self.creator.clocks[target.index].computing:
-            found.append((target, "pull"))
-        return found
+            moments.append((target, "pull"))
+        return moments
 
     def _due(self, process: Peer, step: int, moment: Moment) -> list[Fault]:
         """Return the faults that are to happen to a process now, and count them as happened."""
-        life, found = self._life(process), []
+        life, faults = self._life(process), []
         for position, fault in enumerate(self._faults):
             if (
                 fault.what in (*OF_MESSAGES, "slow")
@@ -161,8 +161,8 @@ class FaultScript:
                 continue
             if fault.concerns(process, life, step):
                 self._happened[position, life] += 1
-                found.append(fault)
-        return found
+                faults.append(fault)
+        return faults
 
     def _act(self, process: Peer, fault: Fault) -> None:
         network, router = self._cluster.network, self._cluster.router(process)

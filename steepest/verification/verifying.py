@@ -430,9 +430,9 @@ class _Verification:
 
 
 def _row(
-    name: str, verdict: str, first: Difference, found: str, causes: Sequence[str]
+    name: str, verdict: str, first: Difference, summary: str, causes: Sequence[str]
 ) -> VerifiedRun:
-    return VerifiedRun(name, verdict, found, tuple(causes), first.step, first.what, first.name)
+    return VerifiedRun(name, verdict, summary, tuple(causes), first.step, first.what, first.name)
 
 
 def _of(first: Difference) -> str:

@@ -66,14 +66,14 @@ def place_of(where: str | os.PathLike[str]) -> StoragePlace:
             package is missing.
     """
     if not isinstance(where, str):
-        found = Path(where)
-        if found.parts and found.parts[0] in {f"{scheme}:" for scheme in _SCHEMES}:
-            raise ConfigurationError(f"{found!r} was a URL: give it as a str, not as a Path")
-        return found
+        local = Path(where)
+        if local.parts and local.parts[0] in {f"{scheme}:" for scheme in _SCHEMES}:
+            raise ConfigurationError(f"{local!r} was a URL: give it as a str, not as a Path")
+        return local
     if (match := _URL.fullmatch(where)) is None:
         return Path(where)
     scheme, rest = match[1].lower(), match[2]
-    shown = _HIDDEN.sub(lambda found: "://...@" if found[0][0] == ":" else "?...", where)
+    shown = _HIDDEN.sub(lambda hidden: "://...@" if hidden[0][0] == ":" else "?...", where)
     if scheme == "file":
         if not rest.removeprefix("localhost").startswith("/"):
             raise ConfigurationError(f"{shown!r}: give file:///path, or the path itself")

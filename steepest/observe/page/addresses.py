@@ -46,8 +46,8 @@ class KeptAddress:
 
     def __init__(self, page: PageServer, run: Path | None) -> None:
         self.file = _folder() / f"{page.port}.json"
-        about = {"url": page.url, "pid": os.getpid(), "run": str(run.resolve()) if run else None}
-        private_file(self.file, json.dumps(about))
+        address = {"url": page.url, "pid": os.getpid(), "run": str(run.resolve()) if run else None}
+        private_file(self.file, json.dumps(address))
 
     def remove(self) -> None:
         """Remove it, and what leads a browser to the page."""
@@ -57,11 +57,11 @@ class KeptAddress:
 
 def kept_addresses() -> list[dict[str, Any]]:
     """Return the pages of this user's jobs whose processes are there: "url", "pid", "run"; the newest first."""
-    found = []
+    addresses = []
     files = sorted(_folder().glob("*.json"), key=lambda file: -file.stat().st_mtime)
     for file in files:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            about = json.loads(file.read_text())
-            os.kill(int(about["pid"]), 0)  # raises where there is no such process
-            found.append({name: about[name] for name in ("url", "pid", "run")})
-    return found
+            address = json.loads(file.read_text())
+            os.kill(int(address["pid"]), 0)  # raises where there is no such process
+            addresses.append({name: address[name] for name in ("url", "pid", "run")})
+    return addresses

@@ -21,8 +21,8 @@ def chart_script() -> str:
     Raises:
         ConfigurationError: it is not installed.
     """
-    found = find_spec("plotly")
-    folders = [] if found is None else list(found.submodule_search_locations or ())
+    plotly = find_spec("plotly")
+    folders = [] if plotly is None else list(plotly.submodule_search_locations or ())
     for folder in folders:
         file = Path(folder) / "package_data" / "plotly.min.js"
         if file.exists():

@@ -54,15 +54,15 @@ def _apart(titles: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def _row_of(label: str, told: Mapping[str, Any]) -> list[str]:
     """Return a row of the table of runs."""
-    about = told["about"]
-    seconds, loss = about["seconds"], about["loss"]
-    rate = f"{about['samples'] / seconds:,.0f}" if seconds else "–"
+    summary = told["about"]
+    seconds, loss = summary["seconds"], summary["loss"]
+    rate = f"{summary['samples'] / seconds:,.0f}" if seconds else "–"
     return [
         label,
-        about["strategy"] or "–",
-        "–" if about["step"] is None else f"{about['step']:,}",
+        summary["strategy"] or "–",
+        "–" if summary["step"] is None else f"{summary['step']:,}",
         "–" if loss is None else f"{loss:.4g}",
-        f"{about['samples']:,.0f}",
+        f"{summary['samples']:,.0f}",
         rate,
         "–" if seconds is None else f"{seconds:,.1f} s",
         f"{len(told['events']):,}",

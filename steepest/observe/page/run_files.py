@@ -78,10 +78,10 @@ def _title(folder: StoragePlace, name: str) -> str:
     return here.name if name == HISTORY else name
 
 
-def _add(view: RunView, file: StoragePlace, found: Iterable[dict[str, Any] | None]) -> None:
+def _add(view: RunView, file: StoragePlace, read: Iterable[dict[str, Any] | None]) -> None:
     """Add the rows of a file; note how many lines are none."""
     rows = torn = 0
-    for row in found:
+    for row in read:
         if row is None or not _is_whole(row):
             torn += 1
             continue

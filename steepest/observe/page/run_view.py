@@ -85,9 +85,9 @@ class RunView:
         elif kind == "report":
             self.curves.add_to_last(row["time"], dict(self._known_only(_metrics(row))))
         elif kind == "evaluation":
-            found = {key: plain(row.get(key)) for key in ("step", "time", "loss")}
+            values = {key: plain(row.get(key)) for key in ("step", "time", "loss")}
             metrics = {name: plain(value) for name, value in (row.get("metrics") or {}).items()}
-            self._mark("evaluations", found | {"metrics": metrics})
+            self._mark("evaluations", values | {"metrics": metrics})
         elif kind == "event":
             self._mark("events", event_of(row))
         elif kind == "checkpoint":
@@ -173,7 +173,7 @@ class RunView:
         anew = known.changes != self._changes
         last, workers = self._last, self._workers.told(span, whole=anew)
         marks: dict[str, Any] = dict(self._marks) if anew else {}
-        about = {
+        summary = {
             "name": self.name,
             "made": round(time.time(), 1),
             "began": self._began,
@@ -187,11 +187,11 @@ class RunView:
             "from": self._first.get("step"),
             "notes": self.notes,
         }
-        about |= {key: last.get(key) for key in _LAST}
+        summary |= {key: last.get(key) for key in _LAST}
         return {
             "format": PAGE_FORMAT,
             "live": False,
-            "about": about,
+            "about": summary,
             "curves": self.curves.told(begin),
             "changes": self._changes,
             **marks,
@@ -212,17 +212,17 @@ def event_of(row: Mapping[str, Any]) -> dict[str, Any]:
         >>> found["cause"], found["spent"], found["steps"]
         ('worker 1 died', {'seeing': 0.35, 'in all': 1.55}, 2)
     """
-    found: dict[str, Any] = {key: plain(row.get(key)) for key in ("step", "time")}
-    found |= {"line": str(row.get("line") or ""), "kind": str(row.get("event") or "")}
+    event: dict[str, Any] = {key: plain(row.get(key)) for key in ("step", "time")}
+    event |= {"line": str(row.get("line") or ""), "kind": str(row.get("event") or "")}
     for part in str(row.get("record") or "").split(" | ")[1:]:
         name, _, words = part.partition(": ")
         if name in _PARTS:
-            found[name] = words
-    seconds = _SECONDS.findall(found.pop("seconds", None) or "")
-    found["spent"] = {name.strip(): float(passed) for name, passed in seconds}
-    repeated = _REPEATED.fullmatch(found.pop("repeated", None) or "")
-    found["steps"] = int(repeated[1]) if repeated else None
-    return found
+            event[name] = words
+    seconds = _SECONDS.findall(event.pop("seconds", None) or "")
+    event["spent"] = {name.strip(): float(passed) for name, passed in seconds}
+    repeated = _REPEATED.fullmatch(event.pop("repeated", None) or "")
+    event["steps"] = int(repeated[1]) if repeated else None
+    return event
 
 
 def _values(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -322,8 +322,8 @@ class _PageRequest(BaseHTTPRequestHandler):
 
     def _is_known(self) -> bool:
         """Return whether the reader has the token; it takes equally long whatever is given."""
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self.server.token.encode())
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(token.encode(), self.server.token.encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request that is none, or of another kind, and close the connection."""

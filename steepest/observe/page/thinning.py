@@ -144,11 +144,11 @@ class Curves:
         }
 
     def _columns(self, chosen: list[_Bucket], name: str) -> list[list[float | None]]:
-        found = [bucket.values.get(name) for bucket in chosen]
-        means = [None if each is None else short(each[1] / each[0]) for each in found]
+        sums = [bucket.values.get(name) for bucket in chosen]
+        means = [None if each is None else short(each[1] / each[0]) for each in sums]
         if self.width == 1:
             return [means]
-        bounds = [[None if each is None else short(each[at]) for each in found] for at in (2, 3)]
+        bounds = [[None if each is None else short(each[at]) for each in sums] for at in (2, 3)]
         return [means, *bounds]
 
 

@@ -45,17 +45,17 @@ class WorkerTimes:
         lanes = newest.get("last") or (self.spans[-1].get("last") if self.spans else None) or []
         workers = {int(worker) for span in (*self.spans[-1:], newest) for worker in span["spent"]}
         recent = _means(lanes) or newest["spent"]
-        found = {"lanes": lanes, "scores": scores(recent, self._best, lanes)}
+        parts = {"lanes": lanes, "scores": scores(recent, self._best, lanes)}
         if whole:
             thin = _thinned([*self.spans, *([now] if now else [])], _SPANS)
             workers |= {int(worker) for span in thin for worker in span["spent"]}
             every = sorted(workers)
-            found["spans"] = {
+            parts["spans"] = {
                 "workers": every,
                 "step": [span["step"] for span in thin],
                 "compute": [[_compute(span, worker) for span in thin] for worker in every],
             }
-        return {"workers": sorted(workers), **found}
+        return {"workers": sorted(workers), **parts}
 
 
 def _check_span(row: Mapping[str, Any]) -> None:
@@ -112,11 +112,11 @@ def scores(
         [1.0, 0.5, 1.0, 1.0]
     """
     waited = _waited_for(lanes)
-    found = []
+    rows = []
     for worker, (_, data, compute, wait) in newest.items():
         others = typical(each[2] for other, each in newest.items() if other != worker)
         last, cost = waited.get(int(worker), (0.0, 0.0))
-        found.append(
+        rows.append(
             {
                 "worker": int(worker),
                 "data": data,
@@ -128,7 +128,7 @@ def scores(
                 "cost": short(cost),
             }
         )
-    return found
+    return rows
 
 
 def _means(lanes: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
@@ -159,8 +159,8 @@ def _waited_for(lanes: Sequence[Sequence[Any]]) -> dict[int, tuple[float, float]
 
 
 def _compute(span: Mapping[str, Any], worker: int) -> float | None:
-    found = span["spent"].get(str(worker))
-    return None if found is None else found[2]
+    spent = span["spent"].get(str(worker))
+    return None if spent is None else spent[2]
 
 
 def _thinned(spans: Sequence[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:

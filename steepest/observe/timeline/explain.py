@@ -78,8 +78,8 @@ def stragglers(trace: ParsedTrace, usual: Replay) -> Stragglers | None:
         others = [seconds for other, seconds in typical.items() if other != worker]
         if others and own > _SLOW * statistics.median(others):
             slow.append(worker)
-    found = Stragglers(tuple(slow), replay(trace, without_slowness(*slow)).seconds)
-    return found if usual.seconds - found.without >= _WORTH * usual.seconds else None
+    slowest = Stragglers(tuple(slow), replay(trace, without_slowness(*slow)).seconds)
+    return slowest if usual.seconds - slowest.without >= _WORTH * usual.seconds else None
 
 
 def _together(trace: ParsedTrace) -> list[str]:

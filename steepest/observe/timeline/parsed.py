@@ -111,16 +111,16 @@ def parse(path: str | Path) -> ParsedTrace:
     Raises:
         ConfigurationError: it is no whole trace of steepest, or has no step of which all is there.
     """
-    events, about = read_trace(path)
+    events, description = read_trace(path)
     try:
-        found = _parsed(events, about)
+        trace = _parsed(events, description)
     except NONSENSE as error:
         raise makes_no_sense(path, error) from error
-    if not (found.versions if found.needs_all else found.work):
+    if not (trace.versions if trace.needs_all else trace.work):
         raise ConfigurationError(
             f"{path} has no whole step: record at least three, as with sgd.timeline(...): sgd.fit(steps=10)"
         )
-    return found
+    return trace
 
 
 def makes_no_sense(path: str | Path, error: Exception) -> ConfigurationError:
@@ -130,7 +130,7 @@ def makes_no_sense(path: str | Path, error: Exception) -> ConfigurationError:
     )
 
 
-def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> ParsedTrace:
+def _parsed(events: Sequence[Mapping[str, Any]], description: Mapping[str, Any]) -> ParsedTrace:
     lanes = {
         (e["pid"], e["tid"]): e["args"]["name"]
         for e in events
@@ -142,7 +142,10 @@ def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> Pa
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
     work, waits = _of_workers(spans, roles)
     _add_staged(spans, roles, work)
-    needs_all, versions = bool(about["needs_all"]), defaultdict[int, VersionSpans](VersionSpans)
+    needs_all, versions = (
+        bool(description["needs_all"]),
+        defaultdict[int, VersionSpans](VersionSpans),
+    )
     for of_worker in work.values():
         for version, each in of_worker.items():
             versions[version + 1].work[each.worker] = each
@@ -155,13 +158,13 @@ def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> Pa
             arrived = versions[event["args"]["version"]].arrived
             worker = event["args"]["worker"]
             arrived[worker] = max(arrived.get(worker, 0.0), end)
-    clocks = [each["error_ms"] / 1e3 for each in about["clocks"]]
+    clocks = [each["error_ms"] / 1e3 for each in description["clocks"]]
     whole = _whole(versions, len(work)) if needs_all else []
     chunks = {each["args"].get("chunk", 0) for each in spans if each["cat"] == "apply"}
     return ParsedTrace(
-        str(about["strategy"]), needs_all, len(servers), whole,
+        str(description["strategy"]), needs_all, len(servers), whole,
         {worker: list(each.values()) for worker, each in sorted(work.items())},
-        waits, homes, max(clocks, default=0.0), int(about["lost_spans"]), max(len(clocks), 1), len(chunks),
+        waits, homes, max(clocks, default=0.0), int(description["lost_spans"]), max(len(clocks), 1), len(chunks),
     )  # fmt: skip
 
 
@@ -179,10 +182,10 @@ def _edges(span: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _seconds(microseconds: float) -> float:
-    found = microseconds / 1e6
-    if not math.isfinite(found):
+    seconds = microseconds / 1e6
+    if not math.isfinite(seconds):
         raise ValueError(f"a time of {microseconds!r:.40} microseconds")
-    return found
+    return seconds
 
 
 def _of_workers(
@@ -226,10 +229,10 @@ def _add_staged(
     for span in spans:
         if span["cat"] != "stage" or roles[span["pid"], span["tid"]][0] != "server":
             continue
-        about = span["args"]
-        step = work.get(about["worker"], {}).get(about.get("version", -1))
+        arguments = span["args"]
+        step = work.get(arguments["worker"], {}).get(arguments.get("version", -1))
         if step is not None:
-            step.staged[about["chunk"]] = (*_edges(span), span["pid"])
+            step.staged[arguments["chunk"]] = (*_edges(span), span["pid"])
 
 
 def _transfers(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:

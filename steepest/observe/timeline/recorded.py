@@ -145,13 +145,13 @@ class RecordedJob:
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events: names of processes and threads, then spans, then what travelled from process to process."""
         yield from self._driver_events()
-        found = []
+        travelling = []
         for number, process in enumerate(self.processes, 2):
             spans = self._aligned(process)
-            found.append((number, spans))
+            travelling.append((number, spans))
             yield from _names(number, f"{process.name} on {process.host} (pid {process.pid})")
             yield from self._process_events(number, spans)
-        yield from self._travelling(found)
+        yield from self._travelling(travelling)
 
     def _aligned(self, process: ProcessSpans) -> npt.NDArray[Any]:
         """Return a process' spans by the driver's clock, sorted by their beginning; the longer of two first."""
@@ -260,8 +260,8 @@ class RecordedJob:
         args: dict[str, Any],
     ) -> dict[str, Any]:
         ts = self._micros(began)
-        about = {"name": name, "cat": category, "pid": process, "tid": lane, "args": args}
-        return {"ph": "X", "ts": ts, "dur": round(self._micros(ended) - ts, 3), **about}
+        event = {"name": name, "cat": category, "pid": process, "tid": lane, "args": args}
+        return {"ph": "X", "ts": ts, "dur": round(self._micros(ended) - ts, 3), **event}
 
     def _micros(self, seconds: float) -> float:
         return round(1e6 * (float(seconds) - self.began), 3)

@@ -37,7 +37,9 @@ def check_target(path: str | Path) -> Path:
     return target
 
 
-def write_trace(path: Path, events: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> int:
+def write_trace(
+    path: Path, events: Iterable[Mapping[str, Any]], description: Mapping[str, Any]
+) -> int:
     """Write a trace, in place of what was there; return the number of events.
 
     Raises:
@@ -46,7 +48,7 @@ def write_trace(path: Path, events: Iterable[Mapping[str, Any]], about: Mapping[
     unfinished, count = _unfinished(path), 0
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            said = json.dumps({"steepest": FORMAT, **about})
+            said = json.dumps({"steepest": FORMAT, **description})
             file.write('{"displayTimeUnit": "ms", "otherData": ' + said + ', "traceEvents": [')
             for count, event in enumerate(events, 1):
                 file.write(("\n" if count == 1 else ",\n") + json.dumps(event))
@@ -72,7 +74,7 @@ def read_trace(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """
     try:
         with open_file(Path(path)) as file:
-            found = json.loads(file.read().decode())
+            content = json.loads(file.read().decode())
     except OSError as error:
         raise ConfigurationError(
             f"{path}: there is no trace to be read: {error.strerror or error}"
@@ -82,18 +84,18 @@ def read_trace(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             f"{path} is no whole trace: {error}; give a file that `sgd.timeline(...)` or `steepest run "
             "--timeline` has written"
         ) from error
-    about = found.get("otherData") if isinstance(found, dict) else None
-    if not isinstance(about, dict) or "steepest" not in about:
+    description = content.get("otherData") if isinstance(content, dict) else None
+    if not isinstance(description, dict) or "steepest" not in description:
         raise ConfigurationError(
             f"{path} is no trace of steepest: give a file that `sgd.timeline(...)` or `steepest run --timeline` has "
             "written"
         )
-    if about["steepest"] != FORMAT:
+    if description["steepest"] != FORMAT:
         raise ConfigurationError(
-            f"{path} is a trace of another version of steepest (format {about['steepest']!r:.20}, this one reads "
+            f"{path} is a trace of another version of steepest (format {description['steepest']!r:.20}, this one reads "
             f"{FORMAT}): explain it with that version"
         )
-    events = found.get("traceEvents")
+    events = content.get("traceEvents")
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
         raise ConfigurationError(f"{path} is no whole trace: it has no list of events")
-    return events, about
+    return events, description
