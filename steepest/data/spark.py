@@ -28,7 +28,7 @@ class ParquetRows:
     A sample's number is its place in the files, which are taken in the order of their names; so it
     is the same on every machine, and whenever a program continues. Nobody may change the files. In
     each epoch row groups are shuffled, and the rows within each; a worker reads a row group when it
-    needs it, and keeps the last two.
+    needs it, and keeps the last two in memory.
 
     A batch is ``(features, target)``: features of shape (samples, widths of the columns together) in
     float32, and the target, (samples,) or (samples, width), in float32, or in int64 for integers and

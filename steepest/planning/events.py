@@ -211,7 +211,7 @@ class LinkTraffic:
         links: of all hosts.
         costs: of messages and bytes.
         groups: the number of hosts with workers, which come first, and of those with servers alone.
-        unevenness: by which part of itself the time of a payload on a link differs at most, at random. Streams of TCP
+        unevenness: the largest relative deviation, drawn at random, of a payload's time on a link. Streams of TCP
             share a link by and large; exactly equal ones would find links free in turn, as no real job does.
 
     Attributes:
@@ -241,7 +241,7 @@ class LinkTraffic:
         act: Callable[[], None],
         many: int = 1,
     ) -> None:
-        """Send so many messages with a payload of some bytes at the sender's cursor; `act` is done by the receiver."""
+        """Send a payload of `size` bytes, in `many` messages, at the sender's cursor; the receiver calls `act`."""
         if source is target:
             target.deliver(0.0, act)
             return
@@ -291,7 +291,7 @@ class LinkTraffic:
             self._events.at(link.leaves, partial(self._leave, link))
 
     def _order(self, host: int, target: int) -> int:
-        """Return the place of a target among those of its kind, of which each host begins with another."""
+        """Return a target's turn among those of its kind: each host begins with a different one."""
         first, others = self._groups
         number = host if host < first else host - first
         return (target - number) % first if target < first else (target - first - number) % others

@@ -1,4 +1,4 @@
-"""What a plan comes to: a row for each strategy and number of workers, as a table, in words, as CSV, as a picture."""
+"""The result of a plan: a row for each strategy and number of workers, as a table, in words, as CSV, as a picture."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Forecast:
         ]
 
     def best(self, workers: int) -> Prediction | None:
-        """Return the fastest strategy of so many workers; the first given of those within 2 %."""
+        """Return the fastest strategy for a number of workers; of those within 2 %, the first given."""
         rows = [row for row in self.rows if row.workers == workers]
         most = max((row.samples_per_second for row in rows), default=0.0)
         return next((row for row in rows if row.samples_per_second * _WINS >= most), None)
@@ -128,7 +128,7 @@ class Forecast:
         return rows
 
     def advice(self) -> list[str]:
-        """Return sentences: from how many workers on each strategy pays, and which is the fastest of how many."""
+        """Return sentences: from how many workers on a strategy pays, and which is the fastest for each number."""
         alike: dict[str, list[str]] = {}  # strategies by what is said of them
         for name in self.strategies:
             if said := self._pays(name):
@@ -151,7 +151,7 @@ class Forecast:
         ]
 
     def _pays(self, name: str) -> str:
-        """Return how many workers of a strategy pay, and how far; nothing where it has no more than one."""
+        """Describe the numbers of workers with which a strategy pays; "" if it was planned for one worker only."""
         rows = [row for row in self.of(name) if row.workers > 1]
         if not rows:
             return ""
@@ -193,7 +193,7 @@ class Forecast:
         return [f"{', '.join(names)}: {said}" for said, names in alike.items()]
 
     def _changes(self) -> list[str]:
-        """Return from how many workers on which strategy is the fastest."""
+        """Describe the fastest strategy, and the numbers of workers at which another one takes over."""
         counts = sorted({row.workers for row in self.rows if row.workers > 1})
         best = [(count, row) for count in counts if (row := self.best(count)) is not None]
         if not best:

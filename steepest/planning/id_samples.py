@@ -62,7 +62,7 @@ class IdCounter:
         self._seen = 0  # distinct ids of each batch, added up
 
     def add(self, ids: Any, counts: Any, half: int) -> None:
-        """Count distinct ids (n,) of a batch, each so many times."""
+        """Count distinct ids of a batch, shape (n,); `counts` tells how often each occurs in it."""
         both = np.zeros((len(ids), 2), np.int64)
         both[:, half] = counts
         self._ids.append(np.asarray(ids, np.int64))
@@ -79,7 +79,7 @@ class IdCounter:
         self._ids, self._counts, self._waiting = [ids], [counts], 0
 
     def sample(self, table: Table, batches: int | None) -> IdSample:
-        """Return the counts as a sample, of so many batches; None: of no batches."""
+        """Return the counts as a sample of a number of batches; None if the data have no batches."""
         if self._ids:
             self._fold()
         both = self._counts[0] if self._counts else np.zeros((0, 2), np.int64)

@@ -67,8 +67,8 @@ class InProcessCluster:
         audit, audit_replaces: as of `RunConfig`; with `audit_replaces` give `replaces`, too.
 
     Attributes:
-        left: what the coordinator says of each worker that died.
-        differences: what it says of gradients that differ in audited steps.
+        left: the coordinator's reports of workers that died.
+        differences: its reports of gradients that differ in audited steps.
         on_left: called with the index of each of these workers; by default `replace`.
         lives: by worker, how many processes came before the present one.
 

@@ -142,7 +142,7 @@ class Fault:
     ) -> Fault:
         """Return a fault in which the process stands still, with its channels open.
 
-        It does so for so many rounds or until `InProcessCluster.heal`. In a real process: SIGSTOP,
+        It lasts `rounds` rounds, or until `InProcessCluster.heal`. In a real process: SIGSTOP,
         until another process sends it SIGCONT or SIGKILL. A worker that stops as its forward pass
         begins gets the weights that are on their way first.
         """
@@ -159,9 +159,9 @@ class Fault:
         steps: float = math.inf,
         life: int | None = 0,
     ) -> Fault:
-        """Return a fault in which the process takes `factor` times as long, for so many steps.
+        """Return a fault in which the process takes `factor` times as long, for `steps` steps.
 
-        In one thread it takes a turn in one of so many rounds; a real worker sleeps in proportion
+        In one thread it takes its turn in one of `factor` rounds; a real worker sleeps in proportion
         to what it computes.
         """
         return cls("slow", role, index, step, life=life, factor=factor, steps=steps)
@@ -180,7 +180,7 @@ class Fault:
     ) -> Fault:
         """Return a fault in which nothing passes between the process and that of `peer`.
 
-        It lasts for so many rounds or until `heal`. As with TCP nothing is lost or reordered:
+        It lasts `rounds` rounds, or until `heal`. As with TCP nothing is lost or reordered:
         messages wait, in both directions. They are lost with the channel, when that is closed.
         Neither end is told of the cut.
         """
@@ -238,7 +238,7 @@ class Fault:
         count: float = math.inf,
         life: int | None = 0,
     ) -> Fault:
-        """Return a fault in which messages that the role sends in that step take so many rounds.
+        """Return a fault in which messages that the role sends in that step take `rounds` rounds.
 
         Those behind them in the channel wait.
         """

@@ -213,7 +213,7 @@ class Network:
         return router.transport in self._transports
 
     def set_pace(self, router: Router, every: int) -> None:
-        """Let a process take a turn in only one of every so many rounds, from now on."""
+        """Let a process take a turn in only one of `every` rounds, from now on."""
         _transport(router).every = every
 
     def hang(self, router: Router, rounds: float = math.inf) -> None:

@@ -93,7 +93,7 @@ def replay(
 def replay_state(
     log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
 ) -> dict[str, torch.Tensor]:
-    """Apply a log as `replay` does; return what servers knew beside weights, with the names that checkpoints have."""
+    """Apply a log as `replay` does; return the servers' state beside the weights, by the names that checkpoints use."""
     # The optimizer's state by "parameter/key", that of shards of embedding tables by "tables/shard/key".
     return _replay_all(log, model_creator, checkpoint).state
 

@@ -36,9 +36,9 @@ class Difference:
             "draws", "rows", "reports" or "steps".
         name: of the tensor, the setting or the report.
         here, there: the value in the first run, and in the second.
-        size: how far, as a part of what is compared; NaN where it is no number.
-        worker: whose; None for all.
-        ratio: of the second to the first, where it is one for all; NaN otherwise.
+        size: the relative size of the difference; NaN where the values are not numbers.
+        worker: the worker's index; None for all workers.
+        ratio: the second value divided by the first, if all elements have one ratio; otherwise NaN.
     """
 
     step: int
@@ -58,10 +58,10 @@ class Comparison:
     Attributes:
         first: None where they are equal.
         same_bits: whether all bits are.
-        distances: the greatest distance of what is equal but for rounding, by name.
+        distances: the largest distance of values that are equal up to rounding, by name.
         each_once: whether the samples of each step are the same; None where they cannot be told apart.
-        buffers: the first buffer that is another one, where all else is equal; None for none.
-        missing: the row of reports of which a killed worker's part is missing, which was on its way; None for none.
+        buffers: the first buffer that differs where everything else is equal; None if there is none.
+        missing: the row of reports that lacks a killed worker's part, lost on its way; None if there is none.
     """
 
     first: Difference | None
@@ -165,7 +165,7 @@ def to_the_bit(base: Run, other: Run, noisy: Iterable[str] = ()) -> Comparison:
 
 
 def _as_who_enters(own: StepRecord, its: StepRecord) -> StepRecord:
-    """Return a step as who enters with it sees it: without batches before that had no step, and their gathers."""
+    """Return a step as a worker that joins there sees it: without earlier batches, and gathers, that had no step."""
     count, gathers = len(its.samples), len(its.gathered)
     samples, gathered = own.samples[-count:], own.gathered[-gathers:]
     return replace(own, samples=samples if count else [], gathered=gathered if gathers else [])
@@ -268,7 +268,7 @@ def _number(value: Any) -> bool:
 
 
 def weights_of(own: Sequence[StepRecord]) -> Values:
-    """Return what each worker's mean counts in the step's, by samples or what the user has said; each sum counts 1."""
+    """Return each worker's weight in the step's mean: its samples, or what the user set; 1 where losses are sums."""
     standing_in = [*_standing_in(own)]
     if own[0].sums:
         return np.array([0.0 if each else 1.0 for each in standing_in])
@@ -286,7 +286,7 @@ def weights_of(own: Sequence[StepRecord]) -> Values:
 
 
 def _shares_of_losses(own: Sequence[StepRecord]) -> Values | None:
-    """Return, by worker and loss, what it counts in the mean; None where workers have other numbers of losses."""
+    """Return the weight of each loss in the mean, by worker; None if workers have different numbers of losses."""
     if not own[0].counts or len({len(record.counts) for record in own}) > 1:
         return None
     counts = np.array([record.counts for record in own], float)
@@ -297,7 +297,7 @@ def _shares_of_losses(own: Sequence[StepRecord]) -> Values | None:
 
 
 def _standing_in(own: Sequence[StepRecord]) -> Iterator[bool]:
-    """Yield whether each worker has, for want of a sample of its own in a small batch, one that counts as nothing."""
+    """Yield for each worker whether its only sample has no weight: a small batch had none for it."""
     seen: set[int] = set()
     for record in own:
         yield (
@@ -438,7 +438,7 @@ def _weights(
 
 
 def _optimizer_state(one: StepRecord, own: StepRecord, limit: float) -> Difference | None:
-    """Compare what the optimizers keep, all of one key together: of one tensor it may be noise alone."""
+    """Compare optimizers' states, all tensors of a key together: that of a single tensor may be noise alone."""
     kinds: dict[str, list[str]] = {}
     for name in one.optimizer_state:
         kinds.setdefault(name.split(" of ")[0], []).append(name)
@@ -462,7 +462,7 @@ def _far(a: TensorSummary, b: TensorSummary) -> float:
 
 
 def _gathered(one: StepRecord, own: Sequence[StepRecord], limit: float) -> Difference | None:
-    """Compare what was gathered: how often, and the numbers where there are as many, in whatever order."""
+    """Compare what was gathered: the number of values and, if it is the same, the values in any order."""
     for worker, record in enumerate(own):
         here, there = len(one.gathered), len(record.gathered)
         if here != there:
@@ -523,7 +523,7 @@ def _reports(
 
 
 def tables_apart(one: Run, other: Run, limit: float) -> Difference | None:
-    """Return a row of an embedding table that differs at the end by more than a limit, as a part of the largest."""
+    """Return a row of a table that differs at the end by more than a limit, relative to the largest value."""
     for name in sorted(one.tables.keys() | other.tables.keys()):
         (ids, rows), (others, its) = (
             run.tables.get(name, (torch.zeros(0), torch.zeros(0))) for run in (one, other)
@@ -540,7 +540,7 @@ def tables_apart(one: Run, other: Run, limit: float) -> Difference | None:
 
 
 def noisy_reports(one: Run, again: Run) -> set[str]:
-    """Return the names of reports whose values two runs of one process do not have in common, such as times."""
+    """Return the names of reports whose values differ between two runs of one process, such as times."""
     calls = ([values for life in run.lives for _, values in life.reports] for run in (one, again))
     return {
         name
@@ -552,7 +552,7 @@ def noisy_reports(one: Run, again: Run) -> set[str]:
 
 
 def noisy_variables(one: Run, again: Run, until: float = math.inf) -> set[str]:
-    """Return the names of variables that two runs do not have in common, in steps before one in which they part."""
+    """Return the names of variables that differ between two runs in the steps before their first difference."""
     noisy = set()
     for worker in one.workers:
         first, second = one.steps_of(worker), again.steps_of(worker)
@@ -575,7 +575,7 @@ def _and(a: bool | None, b: bool | None) -> bool | None:
 
 
 def _ratio(here: Values, there: Values) -> float:
-    """Return by what the second is the first, multiplied; NaN where it is by no single number."""
+    """Return the factor from the first to the second; NaN if no single factor fits."""
     square = float(here @ here)
     if not square:
         return math.nan

@@ -1,4 +1,4 @@
-"""What makes a batch's result more than a mean over its samples, put aside: to see whether anything else does.
+"""Puts aside what makes a batch's result more than a mean over its samples, to see whether anything else does.
 
 Random numbers are drawn by sample, so that a sample gets the same ones in whatever batch it is. Dropout drops nothing,
 and batch normalization takes its running statistics; or dropout is drawn by sample too, and batch normalization stays.

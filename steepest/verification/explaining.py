@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ _STATE = "docs/howto/own_loop_state.md#after-a-death"
 
 
 def expected_causes(facts: Facts | None, runs: Sequence[Run]) -> list[str]:
-    """Return why the batch's result is no mean over its samples, where that is as it is meant to be."""
+    """Return the intended reasons why a batch's result is no mean over its samples."""
     if facts is None:
         return []
     causes = []
@@ -104,7 +105,7 @@ def of_parts(difference: Difference, whole: Run, parts: Run) -> list[str]:
 
 
 def of_decisions(run: Run, sources: dict[str, str]) -> list[str]:
-    """Return by which variables a script decides that workers have otherwise: each decides by its own then."""
+    """Name the variables that differ between workers and on which the script's conditions depend."""
     decisions: dict[str, str] = {}
     workers = run.workers
     for step in sorted(run.steps_of(workers[0])) if len(workers) > 1 else ():
@@ -136,7 +137,7 @@ def of_decisions(run: Run, sources: dict[str, str]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _decided(source: str, variable: str) -> int:
-    """Return the line of a condition that names a variable, but for those of a rank; 0 where there is none."""
+    """Return the line of a condition that names a variable, conditions on a rank aside; 0 if there is none."""
     last = variable.split(".")[-1]
     try:
         nodes = [*ast.walk(ast.parse(source))]
@@ -154,7 +155,7 @@ def _decided(source: str, variable: str) -> int:
 
 
 def _own_draws(run: Run) -> str:
-    """Return what there is to say of random generators that the data set has by itself."""
+    """Describe the random generators that the data set owns."""
     names = run.facts.generators if run.facts is not None else []
     if not names:
         return ""
@@ -166,7 +167,7 @@ def _own_draws(run: Run) -> str:
 
 
 def of_lengths(run: Run) -> list[str]:
-    """Return where the script asks for the length of its loader before `prepare`, which is that of one worker alone."""
+    """Return where the script asks for its loader's length before `prepare`: that is the length for one worker."""
     lengths = {line: length for length, line, _ in run.notes("length")}
     return [
         f"len(loader) at {line}, before prepare(), is {length}, the batches of one worker alone; an epoch of "
@@ -178,7 +179,7 @@ def of_lengths(run: Run) -> list[str]:
 
 
 def _unprepared(run: Run) -> str:
-    """Return what there is to say of a loader over which the loop trains, and which is not the job's."""
+    """Describe a loader over which the loop trains and that was not given to `prepare`."""
     lines = sorted({line for _, line, _ in run.notes("loader")})
     if not lines or run.facts is None or run.facts.has_loader:
         return ""
@@ -190,7 +191,7 @@ def _unprepared(run: Run) -> str:
 
 
 def _all_alike(own: Sequence[StepRecord]) -> str:
-    """Return what there is to say where all workers compute the same."""
+    """Describe workers that all compute the same."""
     if len(own) < 2 or (not own[0].samples and not own[0].losses):
         return ""
     same_samples = (
@@ -208,7 +209,7 @@ def _all_alike(own: Sequence[StepRecord]) -> str:
 
 
 def _factor(ratio: float, workers: int) -> float:
-    """Return the factor between the two, if it is made of the number of workers; 0 otherwise."""
+    """Return the factor between the two if it follows from the number of workers, else 0."""
     for each in (workers, 1 / workers, workers**0.5, workers**-0.5):
         if each != 1 and math.isclose(ratio, each, rel_tol=_CLOSE):
             return float(each)
@@ -273,7 +274,7 @@ def _of_mean(one: StepRecord, own: Sequence[StepRecord]) -> Iterator[str]:
 
 
 def _as_mean(here: Values, rows: Values) -> tuple[Values, float]:
-    """Return by which weights the rows add up to a vector best, and what is left of it."""
+    """Return the weights with which rows add up best to a vector, and the remainder."""
     shares, *_ = np.linalg.lstsq(rows.T, here, rcond=None)
     left = np.linalg.norm(rows.T @ shares - here) / max(float(np.linalg.norm(here)), 1e-300)
     return shares, float(left)
@@ -307,7 +308,7 @@ def _settings(difference: Difference, whole: Run, parts: Run, workers: int) -> l
 def _decided_by_one(
     difference: Difference, steps_of: Callable[[int], dict[int, StepRecord]], workers: Sequence[int]
 ) -> str:
-    """Return what there is to say of a setting that workers have otherwise; "" where all have the same."""
+    """Describe a setting that differs between workers; "" if it is the same on all."""
     name, at = difference.name.rsplit("@", 1)
     steps = {worker: steps_of(worker).get(difference.step) for worker in workers}
     values = {
@@ -378,7 +379,7 @@ def _rows(difference: Difference, whole: Run, parts: Run, workers: int) -> list[
 
 
 def of_buffers(difference: Difference, parts: Run) -> str:
-    """Return what there is to say of a buffer that is another one, where all else is equal."""
+    """Describe a buffer that differs where everything else is equal."""
     return (
         f"the buffer {difference.name} is made of each worker's own part of the batch (from step {difference.step}): "
         "result.state_dict has the mean of running statistics, and worker 0's of others; steepest.prepare(..., buffers="
@@ -387,7 +388,7 @@ def of_buffers(difference: Difference, parts: Run) -> str:
 
 
 def of_buffers_of_successor(difference: Difference) -> str:
-    """Return what there is to say of a buffer that a successor has otherwise."""
+    """Describe a buffer that differs in a successor."""
     return (
         f"the buffer {difference.name.split('.', 1)[-1]}, which forward passes change, is each worker's own: a "
         "successor begins with that of the others"
@@ -395,7 +396,7 @@ def of_buffers_of_successor(difference: Difference) -> str:
 
 
 def warnings_of(run: Run) -> list[str]:
-    """Return what the library has warned of in workers, which says itself what to do."""
+    """Return the library's warnings in workers: they say themselves what to do."""
     lines: dict[str, str] = {}
     for text, line, _ in run.notes("warned"):
         if "steepest" in text:  # each worker says it
@@ -430,15 +431,26 @@ def of_job(difference: Difference, workers: int) -> list[str]:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
-def changed_variables(
-    base: Run, other: Run, since: int, noisy: set[str]
-) -> list[tuple[str, int, Variable, Variable, str]]:
-    """Return the variables that a successor has otherwise than the worker had them in an undisturbed run.
+class ChangedVariable(NamedTuple):
+    """A variable whose value in a successor differs from that of an undisturbed run.
 
-    Returns:
-        Name, step, the value there, the value in the successor, and where the function was; those first that
-        differed first.
+    Attributes:
+        name: as ``function:variable``.
+        step: the first one in which it differs.
+        before: its value in the undisturbed run.
+        after: its value in the successor.
+        line: where the function was then, as ``train.py:31``.
     """
+
+    name: str
+    step: int
+    before: Variable
+    after: Variable
+    line: str
+
+
+def changed_variables(base: Run, other: Run, since: int, noisy: set[str]) -> list[ChangedVariable]:
+    """Return the variables that differ in a successor, sorted by the step in which they first do."""
     variables = {}
     first = {life.worker: life.begun for life in reversed(other.lives)}
     for life in other.lives:
@@ -465,20 +477,15 @@ def changed_variables(
                     or before.digest == value.digest
                 ):
                     continue
-                variables[name] = (
-                    name,
-                    step.step,
-                    before,
-                    value,
-                    step.lines.get(name.split(":")[0], step.line),
-                )
+                line = step.lines.get(name.split(":")[0], step.line)
+                variables[name] = ChangedVariable(name, step.step, before, value, line)
     order = {"number": 0, "state": 1, "generator": 2, "values": 3}
-    return sorted(variables.values(), key=lambda each: (each[1], order[each[2].kind]))
+    return sorted(variables.values(), key=lambda each: (each.step, order[each.before.kind]))
 
 
 def _changed(
     base: Run, other: Run, since: int, noisy: set[str], sources: dict[str, str]
-) -> list[tuple[str, int, Variable, Variable, str]]:
+) -> list[ChangedVariable]:
     """Return the variables that differ, but for those that a `for` sets, such as a batch."""
 
     def is_of_a_loop(name: str, line: str) -> bool:
@@ -486,23 +493,21 @@ def _changed(
         return variable in _loop_targets(sources.get(line.rsplit(":", 1)[0], ""), function)
 
     changed = changed_variables(base, other, since, noisy)
-    return [each for each in changed if not is_of_a_loop(each[0], each[4])]
+    return [each for each in changed if not is_of_a_loop(each.name, each.line)]
 
 
 def of_counters(
     base: Run, other: Run, since: int, noisy: set[str], sources: dict[str, str]
 ) -> dict[str, str]:
-    """Return what there is to say of variables that began anew in a successor, by name, where nothing else differs.
+    """Describe variables that began anew in a successor, by name, where nothing else differs.
 
     Tensors and lists are left out: most of them are what a batch has made.
     """
     changed = _changed(base, other, since, noisy, sources)
     return {
-        each[
-            0
-        ]: f"{_of_variable(*each, sources=sources)}. It changes no update and no report of these steps"
+        each.name: f"{_of_variable(each, sources)}. It changes no update and no report of these steps"
         for each in changed
-        if each[2].kind != "values"
+        if each.before.kind != "values"
     }
 
 
@@ -517,9 +522,9 @@ def of_death(
     """Return why a run in which a worker died, or which was stopped, differs from an undisturbed one."""
     changed = _changed(base, other, since, noisy, sources)
     if difference is not None and difference.step:  # what differs later is of it
-        changed = [each for each in changed if each[1] <= difference.step]
-    at_once = [each for each in changed if each[1] == changed[0][1]]
-    causes = [*dict.fromkeys(_of_variable(*each, sources=sources) for each in at_once)][:3]
+        changed = [each for each in changed if each.step <= difference.step]
+    at_once = [each for each in changed if each.step == changed[0].step]
+    causes = [*dict.fromkeys(_of_variable(each, sources) for each in at_once)][:3]
     if difference is None:
         return causes
     if causes:
@@ -548,23 +553,21 @@ def of_death(
     return causes
 
 
-def _of_variable(
-    name: str, step: int, before: Variable, after: Variable, line: str, *, sources: dict[str, str]
-) -> str:
-    function, variable = name.split(":", 1)
-    file = line.rsplit(":", 1)[0]
+def _of_variable(changed: ChangedVariable, sources: dict[str, str]) -> str:
+    before = changed.before
+    function, variable = changed.name.split(":", 1)
+    file = changed.line.rsplit(":", 1)[0]
     where = _assigned(sources.get(file, ""), function, variable)
-    at = f"{file}:{where}" if where else line
+    at = f"{file}:{where}" if where else changed.line
     if before.kind == "number":
         what = (
             f"`{variable}` ({at}) is {before.shown} there, and began anew in the successor, where it is "
-            + after.shown
+            + changed.after.shown
         )
     elif before.kind == "generator":
         what = (
             f"`{variable}` ({at}), a random generator of the script's own, began anew in the successor: seed it "
-            f"in the loop by the "
-            "epoch or the step, or"
+            "in the loop by the epoch or the step, or"
         )
         return f"{what} give its state to steepest.register(...) ({_STATE})"
     else:

@@ -24,7 +24,7 @@ from steepest.verification.summaries import summary_of
 
 @dataclass
 class _Notes(Callback):
-    """Notes what a job has come to after each step; kills a worker behind one, or stops the program."""
+    """Notes a job's state after each step; kills a worker after a step, or stops the program."""
 
     life: FunctionLife
     kill: tuple[int, int] | None = None
@@ -96,7 +96,7 @@ class JobRuns:
         kill: tuple[int, int] | None = None,
         stops_at: int | None = None,
     ) -> Run:
-        """Run the job: on so many workers, with so many samples in a step, one killed, or stopped and resumed."""
+        """Run the job undisturbed, with a worker killed, or stopped and resumed."""
         life = FunctionLife(0, workers, time.time_ns())
         run = Run(what, [life])
         checkpoints = None

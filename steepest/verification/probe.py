@@ -66,7 +66,7 @@ class WatchedFunction:
         function: the user's.
         folder: of the records.
         steps: after which it leaves its loop.
-        aside: whether what makes a batch's result more than a mean over its samples is put aside.
+        aside: whether to put aside what makes a batch's result more than a mean over its samples.
         by_sample: whether random numbers are drawn by sample, those of dropout too.
         kills: pairs of a worker and the step in which it is killed, once, between `backward` and the step.
         batches: how many of the script's batches are one of the training loader's.
@@ -425,7 +425,7 @@ class _Probe:
         self._generators = _digest_of_generators()
 
     def _go_on_as(self, kind: str) -> None:
-        """Keep the random generators for the plain script; in that, have them as they were kept."""
+        """Keep the random generators' states for the plain script; in the plain script, restore them."""
         if self._keeper is not None:
             self._keeper.add(kind + " states", states())
         if self._feed is not None:
@@ -684,7 +684,7 @@ def _drops(module: torch.nn.Module) -> bool:
 
 
 def _with_batches(batches: Iterator[Any], took: Callable[[Any], None]) -> Iterator[Any]:
-    """Return an iterator over batches that tells of each: the same object, where a loader knows it again."""
+    """Return an iterator over batches that reports each: the same object, if the loader has to recognize it."""
     kind = type(batches)
 
     def following(iterator: Any) -> Any:

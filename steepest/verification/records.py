@@ -28,7 +28,7 @@ class StepRecord:
         samples: a number for each sample since the step before, see `rows_of`; `batches` of them.
         weight: what the user has said that the last batch weighs; None for as much as it has samples.
         losses: on which `backward` was called.
-        counts: what the batch of each of these weighs on this worker.
+        counts: the weight of each loss's batch on this worker.
         settings: of the optimizers' groups, such as rates.
         gradients, weights, buffers: by name; weights are those after the step.
         left_over: whether there were gradients before the first `backward`.
@@ -102,7 +102,7 @@ class FunctionLife:
         facts: None before `prepare`.
         first: the weights at `prepare`.
         steps, reports: in order; a report has the number of steps before it.
-        tried: the step that it began last, whose number is that behind the last one taken here.
+        tried: the step that it began last: one more than the last one taken here.
         notes: by kind ("warned", "opened", "loader", "size", "autocast", "length"): text and line.
         error: that the function has raised; "" for none.
         ended: where it returned, or raised; None if it was killed.
@@ -193,7 +193,7 @@ def _read(path: Path) -> FunctionLife:
 
 @dataclass
 class Run:
-    """What one run of the job has come to.
+    """The outcome of one run of the job.
 
     Attributes:
         what: for people.
@@ -214,15 +214,15 @@ class Run:
     tables: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def steps_of(self, worker: int) -> dict[int, StepRecord]:
-        """Return a worker's steps by number; of one that was taken in several lives the last."""
+        """Return a worker's steps by number; of a step taken in several lives, the last record."""
         return {
             each.step: each for life in self.lives if life.worker == worker for each in life.steps
         }
 
     def in_order(self, worker: int) -> dict[int, StepRecord]:
-        """Return the steps of a worker that went through all of the job: by how many of them there were, from 1.
+        """Return the steps of a worker that survived the whole job, numbered from 1 without gaps.
 
-        Those of the job have gaps in a loop that does not step in each batch.
+        The job's own numbers have gaps if a loop does not step in each batch.
         """
         return dict(enumerate((each for _, each in sorted(self.steps_of(worker).items())), 1))
 
@@ -241,9 +241,9 @@ class Run:
         return max(self.steps_of(worker), default=0)
 
     def missing_reports(self) -> frozenset[int]:
-        """Return the numbers of the reports' rows of which a killed worker's part may be missing.
+        """Return the numbers of the report rows that may lack a killed worker's part.
 
-        These are its last two; and the next, where the script says what batches weigh, which a successor has not heard.
+        These are its last two, and the next one if the script sets weights of batches: a successor has not heard them.
         """
         killed = [life for life in self.lives if not life.ended]
         weighs = any(step.weight is not None for life in self.lives for step in life.steps)

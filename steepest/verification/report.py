@@ -1,4 +1,4 @@
-"""What a verification has come to: a row for each run, as text, as JSON, and for a test."""
+"""The result of a verification: a row for each run, as text, as JSON, and for a test."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class VerifiedRun:
-    """One run, beside that with which it is to agree.
+    """One run, compared with the run that it has to agree with.
 
     Attributes:
-        run: what it is.
+        run: a description of the run.
         verdict: one of `VERDICTS`.
-        found: in a few words, how far it agrees, or what differs first.
+        found: how far it agrees, or what differs first, in a few words.
         causes: why, and what to do, the likeliest first.
         step: the first step that differs, from 1; 0 for none.
         what, name: what differs in it: "settings", "losses", "gradients", "weights", "samples", "gathered", "reports",
@@ -41,7 +41,7 @@ class VerifiedRun:
         return self.verdict not in ("NOT EQUAL", "failed")
 
     def lines(self, width: int) -> list[str]:
-        """Return it as lines of text, with so many columns for its name."""
+        """Return lines of text, with a number of columns for the run's name."""
         indent = " " * (width + 2 + 14)
         wrapped = textwrap.wrap(self.found, _WIDTH - len(indent)) or [""]
         lines = [f"{self.run:<{width}}  {self.verdict:<12}  {wrapped[0]}".rstrip()]
@@ -56,12 +56,12 @@ class VerifiedRun:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `steepest.testing.verify` has found.
+    """The result of `steepest.testing.verify`.
 
     Attributes:
         rows: one for each run.
-        notes: what is no mistake in the result, and yet worth knowing.
-        seconds: that it took.
+        notes: remarks about things that are no mistakes.
+        seconds: the duration of all runs.
     """
 
     rows: Sequence[VerifiedRun]

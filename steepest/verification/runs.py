@@ -75,8 +75,8 @@ class Runs:
         function: the user's.
         steps: of each run, at most.
         strategy, seed: as of `steepest.run`.
-        folder: where they lie.
-        tell: called with what runs now.
+        folder: of their files.
+        tell: called with a description of each run as it begins.
         by_sample: whether all runs draw random numbers by sample.
         tables: whether rows of embedding tables are read at the end of each run.
         deadline: seconds that a step may last.

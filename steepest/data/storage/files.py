@@ -47,7 +47,7 @@ class Storage(Protocol[P]):
         """Return whether there is such a file."""
 
     def version(self, file: P) -> str | None:
-        """Return a mark of a small file's bytes, other for others; None if there is no such file."""
+        """Return a mark that differs whenever a small file's bytes do; None if there is no such file."""
 
     def read(self, file: P) -> bytes:
         """Return what a small file holds; FileNotFoundError: there is none."""
@@ -121,7 +121,7 @@ class LocalStorage:
         return file.exists()
 
     def version(self, file: Path) -> str | None:
-        """Return the hash of a small file: numbers and times of files lie on some file systems."""
+        """Return a hash of a small file's bytes: on some file systems inode numbers and times are wrong."""
         try:
             return hashlib.sha256(self.read(file)).hexdigest()
         except FileNotFoundError:
@@ -180,7 +180,7 @@ class LocalStorage:
 
 
 def storage_of(place: StoragePlace) -> Storage[Any]:
-    """Return how files lie in a place."""
+    """Return the storage of a place."""
     if not isinstance(place, ObjectUrl):
         return LocalStorage()
     from steepest.data.storage.object_storage import ObjectStorage
@@ -192,7 +192,7 @@ def open_file(path: Path) -> BufferedReader:
     """Open a file for reading, in bytes.
 
     Raises:
-        OSError: there is none; or what is there is none, such as a FIFO, at which one would wait for a writer.
+        OSError: it does not exist, or is no regular file, such as a FIFO, which would block until it has a writer.
     """
     return open(path, "rb", opener=_open_regular)
 

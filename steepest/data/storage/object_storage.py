@@ -232,7 +232,7 @@ class ObjectStorage:
         self._on_condition(file, data, exchange_once)
 
     def _on_condition(self, file: ObjectUrl, data: bytes, write_once: Callable[[], None]) -> None:
-        """Write a small object, where the store refuses to if there is another one."""
+        """Write a small object, unless the store holds another one."""
 
         def attempt() -> None:
             try:
@@ -347,7 +347,7 @@ def _answer(call: Callable[[], T], seconds: float) -> tuple[T] | _Raised:
 
 
 def _told(step: str, url: ObjectUrl, error: BaseException) -> OSError:
-    """Return an error that says of a client's error what may be said."""
+    """Return an error with a client's message, without what looks like a credential."""
     if isinstance(error, SteepestError):
         raise error
     said = _SECRET.sub("...", str(error))[:300]
