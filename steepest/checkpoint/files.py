@@ -25,7 +25,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.checkpoint.safetensors_file import read_some, read_tensors, write_tensors
 from steepest.checkpoint.saved_rows import TABLES as ROWS
@@ -599,8 +598,9 @@ def _layer(path: StoragePlace, files: Mapping[str, Any], about: Mapping[str, Any
         names, tensors = _some(path, each)
         if shards := shards_in(names):
             of_files.append(SavedFile(each["name"], folder, each, shards))
-        for shard, arrays in rows.by_shard(tensors).items():
-            first[shard] = arrays | first.get(shard, {})
+        for name, value in tensors.items():
+            shard, _, key = name.removeprefix(ROWS).partition("/")
+            first.setdefault(int(shard), {}).setdefault(key, value)
     if sorted(first) != list(range(len(first))):
         raise CheckpointError(f"damaged checkpoint at {path}: it has the shards {sorted(first)}")
     return RowLayer(tuple(of_files), tuple(ShardMark.of(first[shard]) for shard in sorted(first)))

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from steepest.checkpoint.files import Checkpoint, DamagedRowsError
-from steepest.checkpoint.rows import arrays_of_state
-from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
+from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile, ShardMark
 from steepest.checkpoint.table_moves import described_tables, slots_stay
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.errors import CheckpointError, ConfigurationError
@@ -84,8 +83,8 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
     for name in before.keys() & served.keys():
         groups = len({each[4] for each in tables})
         tables.append([*before[name][:4], groups])
-        shards = _as_shards(rows[name], saved_rows.shards or 1, seed)
-        saved_rows = saved_rows.with_group(tables, shards)
+        mark = ShardMark(rows[name].updates, seed)
+        saved_rows = saved_rows.with_group(tables, _arrays_of(rows[name]), mark)
     gone = {held.parameter for held in before.values()} - {
         parameter for parameter, _ in after.values()
     }
@@ -171,28 +170,22 @@ def _begun_with(
     return values, state
 
 
-def _as_shards(rows: _SavedRows, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Return a table's rows as the arrays of so many shards on servers; all are in the first one."""
+def _arrays_of(rows: _SavedRows) -> dict[str, torch.Tensor]:
+    """Return a table's rows as the arrays of a shard on servers."""
     from steepest.tables.state import TableState
 
-    found = []
-    for at in range(count):
-        part = slice(len(rows.ids) if at == 0 else 0)
-        length = len(rows.ids[part])
-        nothing = np.zeros(0, np.int32)
-        state = TableState(
-            tables=np.zeros(length, np.int32),
-            ids=rows.ids[part],
-            values=rows.values[part],
-            slots=rows.slots[part],
-            written=np.full(length, rows.updates),
-            sightings=np.ones(length, np.int32),
-            counted_tables=nothing,
-            counted_ids=np.zeros(0, np.int64),
-            counted=nothing,
-            removed_tables=nothing,
-            removed_ids=np.zeros(0, np.int64),
-        )
-        about = {"updates": torch.tensor([rows.updates]), "seed": torch.tensor([seed])}
-        found.append(arrays_of_state(state) | about)
-    return found
+    count, nothing, no_ids = len(rows.ids), np.zeros(0, np.int32), np.zeros(0, np.int64)
+    state = TableState(
+        tables=np.zeros(count, np.int32),
+        ids=rows.ids,
+        values=rows.values,
+        slots=rows.slots,
+        written=np.full(count, rows.updates),
+        sightings=np.ones(count, np.int32),
+        counted_tables=nothing,
+        counted_ids=no_ids,
+        counted=nothing,
+        removed_tables=nothing,
+        removed_ids=no_ids,
+    )
+    return {key: torch.from_numpy(array) for key, array in state.arrays().items()}

@@ -57,6 +57,17 @@ def state_of(arrays: Mapping[str, Any], begin: int = 0, end: int | None = None) 
     return TableState.of_arrays(found)
 
 
+def of_shard(tensors: Mapping[str, torch.Tensor], shard: int) -> dict[str, torch.Tensor]:
+    """Return the arrays of a shard by key, of tensors by "tables/shard/key"."""
+    prefix = f"{TABLES}{shard}/"
+    named = (
+        (name.removeprefix(prefix), value)
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    )
+    return dict(named)
+
+
 def pieces_for(
     saved: CheckpointRows,
     dealing: Dealing,
@@ -153,12 +164,7 @@ def rows_of_shard(
 
 def _pieces_in(file: SavedFile, shard: int, read: Reader, tables: int) -> Iterator[TableState]:
     """Yield what a file has of a shard of so many tables."""
-    prefix = f"{TABLES}{shard}/"
-    arrays = {
-        name.removeprefix(prefix): value
-        for name, value in read(file).items()
-        if name.startswith(prefix)
-    }
+    arrays = of_shard(read(file), shard)
     rows = {key: value for key, value in arrays.items() if key in _OF_ROWS and value.dim()}
     if "ids" not in rows:
         return

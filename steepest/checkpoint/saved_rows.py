@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load_file, save
 
 from steepest.checkpoint.safetensors_file import read_tensors
 from steepest.data.storage.files import open_file, storage_of
@@ -34,7 +34,8 @@ class ShardMark(NamedTuple):
     def of(cls, arrays: Mapping[str, torch.Tensor]) -> ShardMark:
         """Return the mark in a shard's arrays; CheckpointError: the version or the seed is missing."""
         known = {key: arrays[key] for key in cls._fields if key in arrays}
-        if not {"updates", "seed"} <= known.keys() or any(v.numel() != 1 for v in known.values()):
+        is_one = all(v.numel() == 1 and v.dtype is torch.int64 for v in known.values())
+        if not {"updates", "seed"} <= known.keys() or not is_one:
             raise CheckpointError("a shard of its tables has no number of updates, or no seed")
         return cls(**{key: int(value) for key, value in known.items()})
 
@@ -45,17 +46,23 @@ class SavedFile:
 
     Attributes:
         name: the name in the folder.
-        folder: the checkpoint's; None for a file in the driver's memory.
-        about: what `write_tensors` returned.
+        folder: the checkpoint's; None for a file in the driver's memory, or on processes' disks.
+        about: what `write_tensors` returned; nothing for a file in memory.
         shards: the numbers of the shards with rows in it; empty if they are not known.
-        data: the bytes of a file without a folder.
+        arrays: what a file in memory has; they do not travel with this description.
+        kept: the number of the snapshot of which processes have the file; 0 for no such file.
     """
 
     name: str
     folder: StoragePlace | None
     about: Mapping[str, Any]
     shards: tuple[int, ...]
-    data: bytes = b""
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kept: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the description alone."""
+        return vars(self) | {"arrays": {}}
 
     @property
     def key(self) -> str:
@@ -67,22 +74,29 @@ class SavedFile:
         return not self.shards or shard in self.shards
 
     def tensors(
-        self, note: Callable[[int], object] = lambda count: None
-    ) -> dict[str, torch.Tensor]:
-        """Return the file's tensors; `note` is called with the size of each block that was read.
+        self, note: Callable[[int], object] = lambda count: None, copy: Path | None = None
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the file's tensors.
+
+        Args:
+            note: called with the size of each block that was read.
+            copy: a copy of the file to read; None to read it where it lies.
 
         Raises:
             ValueError, OSError: the file is damaged or missing.
         """
+        if copy is not None:
+            return read_tensors(copy, self.about, note) if self.about else load_file(copy)
         if self.folder is None:
-            return dict(load(self.data))
+            return self.arrays
         with storage_of(self.folder).on_disk(self.folder / self.name) as path:
             return read_tensors(path, self.about, note)
 
     def parts(self) -> Iterator[npt.NDArray[np.uint8]]:
         """Yield the file's bytes in blocks of shape (n,), to be sent; OSError: it cannot be read."""
         if self.folder is None:
-            yield np.frombuffer(self.data, np.uint8)
+            data = np.frombuffer(save(dict(self.arrays)), np.uint8)
+            yield from (data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES))
             return
         copy = storage_of(self.folder).on_disk(self.folder / self.name)
         with copy as path, open_file(path) as file:
@@ -129,24 +143,21 @@ class CheckpointRows:
         return len(self.marks) // self.groups if self.groups else 0
 
     def with_group(
-        self, tables: Sequence[Sequence[Any]], arrays: Sequence[Mapping[str, torch.Tensor]]
+        self, tables: Sequence[Sequence[Any]], arrays: Mapping[str, torch.Tensor], mark: ShardMark
     ) -> CheckpointRows:
-        """Return a copy with another group, made of its shards' arrays; `tables` describe all groups."""
-        first = len(self.marks)
-        named = {
-            f"{TABLES}{first + at}/{key}": value
-            for at, each in enumerate(arrays)
-            for key, value in each.items()
-        }
-        shards = tuple(range(first, first + len(arrays)))
-        data = save(named)
-        checks = {"sha256": hashlib.sha256(data).hexdigest(), "dtypes": {}}
-        file = SavedFile(f"group-{first}.safetensors", None, checks, shards, data)
+        """Return a copy with another group of as many shards, all of whose rows are in the first one.
+
+        Args:
+            tables: describe all groups.
+            arrays: of the rows.
+            mark: of the shards.
+        """
+        first, count = len(self.marks), self.shards or 1
+        named = {f"{TABLES}{first}/{key}": value for key, value in arrays.items()}
+        file = SavedFile(f"group-{first}", None, {}, (first,), named)
         newest = self.layers[0] if self.layers else RowLayer((), ())
-        marks = (*newest.marks, *map(ShardMark.of, arrays))
-        return replace(
-            self, tables=tables, layers=(RowLayer((*newest.files, file), marks), *self.layers[1:])
-        )
+        layer = RowLayer((*newest.files, file), newest.marks + count * (mark,))
+        return replace(self, tables=tables, layers=(layer, *self.layers[1:]))
 
     def require_sound(self, path: object) -> None:
         """Check that layers have the same shards and continue each other; CheckpointError names `path` otherwise."""

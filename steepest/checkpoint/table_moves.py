@@ -211,6 +211,20 @@ class TableMoves:
         return {"weights": state["weights"], **found} if found else {}
 
 
+def unpushed(
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    saved: Sequence[Sequence[Any]],
+    dealing: Dealing | None,
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return by worker the gradients of rows that were not pushed, for the tables that a job has."""
+    if dealing is None or not states:
+        return {}
+    if [list(each) for each in saved] == dealing.description():
+        return {worker: dict(state) for worker, state in states.items()}
+    moves = TableMoves(saved, dealing)
+    return {worker: moves.unpushed(state) for worker, state in states.items()}
+
+
 def moved_rows(
     state: TableState, numbers: Mapping[int, int], optimizer: RowOptimizer | None
 ) -> TableState:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from steepest.checkpoint.imported_rows import ImportedRows
 from steepest.checkpoint.manifest import MANIFEST
-from steepest.checkpoint.safetensors_file import read_tensors
 from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
 from steepest.checkpoint.table_moves import TableMoves
 from steepest.core.engine.chunk_store import HeldChunk
+from steepest.core.engine.server import Server
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.data.storage.files import storage_of
-from steepest.data.storage.nameless import nameless_file
 from steepest.data.storage.places import StorageError, StoragePlace
-from steepest.errors import ConfigurationError, ResourcesError
+from steepest.embedding.row_files import OnRouter, RowFiles
+from steepest.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
     from steepest.tables.shard import TableShard
+
+#: The key of the record that stands for a shard that its process has made: the number of the restore.
+MADE = "made"
 
 
 @dataclass(frozen=True)
@@ -84,61 +85,29 @@ class _ElsewhereError(Exception):
 
 
 @dataclass
-class _Received:
-    """The files that the driver has sent for one restore, and the shards made of these and others.
+class _Made:
+    """The shards that were made for one restore, by chunk, and the bytes read for them until now."""
 
-    The files have no names on this machine's disk, so that none outlives the process.
-
-    Attributes:
-        files: maps each file's name to its descriptor.
-        shards: maps each chunk to the shards made for it.
-        nbytes: the bytes read so far, of all files.
-    """
-
-    files: dict[str, int] = field(default_factory=dict)
     shards: dict[int, list[TableShard]] = field(default_factory=dict)
     nbytes: int = 0
 
-    def take(self, name: str, data: Any) -> None:
-        """Add bytes to a file."""
-        if name not in self.files:
-            self.files[name] = nameless_file(tempfile.gettempdir())
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self.files[name], rest) :]
-        self.nbytes += len(data)
-
-    def path(self, name: str) -> Path:
-        """Return a path that opens a file."""
-        return Path(f"/proc/self/fd/{self.files[name]}")
-
-    def close(self) -> None:
-        """Close the files, which deletes them."""
-        for descriptor in self.files.values():
-            os.close(descriptor)
-
 
 class RestoredShards:
-    """The shards that one process has made for each restore; any thread may use it."""
+    """The shards that one process has made for each restore, and its files of rows; any thread may use it."""
 
     def __init__(self) -> None:
-        self._made: dict[int, _Received] = {}
+        self.files = RowFiles()
+        self._made: dict[int, _Made] = {}
         self._lock = system().lock()
 
-    def _of(self, number: int) -> _Received:
+    def _of(self, number: int) -> _Made:
         with self._lock:
-            return self._made.setdefault(number, _Received())
+            return self._made.setdefault(number, _Made())
 
-    def take_file(self, number: int, name: str, data: Any) -> None:
-        """Append bytes to a file that the driver sends; ResourcesError: the disk has no room."""
-        try:
-            self._of(number).take(name, data)
-        except OSError as error:
-            raise ResourcesError(
-                f"{tempfile.gettempdir()!r} of {os.uname().nodename} cannot hold rows of a checkpoint, whose place "
-                f"cannot be reached from there: {error}. Make room there, or give checkpoints a place that all "
-                "machines reach, such as s3://bucket/run7"
-            ) from error
+    def take_file(self, number: int, name: str, at: int, data: Any) -> None:
+        """Keep bytes of a file that a restore needs, from one of its places on; ResourcesError: there is no room."""
+        self.files.write(number, name, at, data, tempfile.gettempdir())
+        self._of(number).nbytes += len(data)
 
     def nbytes(self, number: int) -> int:
         """Return the number of bytes read so far for a restore."""
@@ -146,17 +115,15 @@ class RestoredShards:
 
     def read(self, wanted: RowsWanted) -> RowsRead:
         """Make the shards that a request names; ResourcesError: memory or a disk has no room for them."""
-        received = self._of(wanted.number)
-        received.shards.clear()
+        made = self._of(wanted.number)
+        made.shards = {chunk: [] for chunk in wanted.chunks}
         try:
-            for chunk in wanted.chunks:
-                received.shards.setdefault(chunk, [])
             needed = _needed(wanted)
-            if lacks := _out_of_reach(needed, received.files):
+            if lacks := self._lacks(needed, wanted.number):
                 return RowsRead(lacks=lacks)
-            read = _FilesAhead(received, needed)
+            read = _FilesAhead(made, needed, self.files, wanted.number)
             for group in sorted(set(map(wanted.dealing.group_of, wanted.chunks))):
-                _read_group(wanted, group, read, received.shards)
+                _read_group(wanted, group, read, made.shards)
         except _ElsewhereError:
             return RowsRead(elsewhere=True)
         except StorageError as error:
@@ -166,6 +133,17 @@ class RestoredShards:
         except (ConfigurationError, _DamagedError) as error:
             return RowsRead(damaged=str(error))
         return RowsRead()
+
+    def _lacks(self, needed: Iterable[SavedFile], number: int) -> list[str]:
+        """Return the names of the files that this process neither reaches nor has for a restore."""
+        folders = {file.folder for file in needed if file.folder is not None}
+        reached = {folder for folder in folders if reaches(folder / MANIFEST)}
+        return [
+            file.name
+            for file in needed
+            if not (file.arrays or file.folder in reached)
+            and self.files.find(file.kept or number, file.name) is None
+        ]
 
     def give(
         self,
@@ -209,9 +187,8 @@ class RestoredShards:
     def drop(self, number: int) -> None:
         """Forget the shards and files of a restore."""
         with self._lock:
-            made = self._made.pop(number, None)
-        if made is not None:
-            made.close()
+            self._made.pop(number, None)
+        self.files.drop(number)
 
 
 class _UnfitError(Exception):
@@ -289,24 +266,22 @@ def _needed(wanted: RowsWanted) -> list[SavedFile]:
     return list(needed.values())
 
 
-def _out_of_reach(needed: Iterable[SavedFile], received: Collection[str]) -> list[str]:
-    """Return the names of the files that this process can neither reach nor was sent."""
-    folders = {file.folder for file in needed}
-    away = {folder for folder in folders if folder is None or not reaches(folder / MANIFEST)}
-    return [file.name for file in needed if file.folder in away and file.name not in received]
-
-
 class _FilesAhead:
     """A reader of a checkpoint's files that reads and verifies the next file on a thread while one is used.
 
     Args:
-        received: the files that the driver has sent; counts the bytes read.
+        made: counts the bytes read.
         order: the files in reading order.
+        files: those of this process.
+        number: the restore's.
     """
 
-    def __init__(self, received: _Received, order: Sequence[SavedFile]) -> None:
-        self._received, self._left = received, list(reversed(order))
-        self._read: dict[str, Future[dict[str, torch.Tensor]]] = {}
+    def __init__(
+        self, made: _Made, order: Sequence[SavedFile], files: RowFiles, number: int
+    ) -> None:
+        self._made, self._left = made, list(reversed(order))
+        self._files, self._number = files, number
+        self._read: dict[str, Future[Mapping[str, torch.Tensor]]] = {}
 
     def __call__(self, file: SavedFile) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a file, which is read once."""
@@ -324,7 +299,7 @@ class _FilesAhead:
 
     def _begin(self) -> None:
         """Start to read the next file."""
-        file, read = self._left.pop(), Future[dict[str, torch.Tensor]]()
+        file, read = self._left.pop(), Future[Mapping[str, torch.Tensor]]()
         self._read[file.key] = read
 
         def fill() -> None:
@@ -335,13 +310,33 @@ class _FilesAhead:
 
         system().start(fill, "steepest-rows")
 
-    def _tensors(self, file: SavedFile) -> dict[str, torch.Tensor]:
-        if file.name in self._received.files:
-            return read_tensors(self._received.path(file.name), file.about)
-        return file.tensors(self._note)
+    def _tensors(self, file: SavedFile) -> Mapping[str, torch.Tensor]:
+        here = self._files.find(file.kept or self._number, file.name)
+        return file.tensors(self._note, None if here is None else here.path)
 
     def _note(self, count: int) -> None:
-        self._received.nbytes += count
+        self._made.nbytes += count
+
+
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A service of a server that uses its process' shards and files of rows."""
+
+    def use_rows(self, rows: RestoredShards, call: OnRouter | None) -> None:
+        """Keep snapshots there, and take shards; `call` runs a function on the server's thread."""
+
+
+def use_rows(server: Server, rows: RestoredShards, call: OnRouter | None) -> None:
+    """Have a server with rows use the shards and files of its process.
+
+    Args:
+        server: in this process.
+        rows: the process'.
+        call: runs a function on the server's thread; None to read and write on that thread itself.
+    """
+    service = server.service
+    if isinstance(service, KeepsRows):
+        service.use_rows(rows, call)
 
 
 def reaches(file: StoragePlace) -> bool:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 from steepest.data.storage.places import place_of
 from steepest.embedding.restored_shards import reaches
-from steepest.embedding.row_files import OnRouter, Records, RowFiles
+from steepest.embedding.row_files import OnRouter, Records, RowFiles, SnapshotStorage
 from steepest.embedding.row_messages import MARKS, WRITTEN, RowsInto, RowsToRead
 from steepest.embedding.row_writer import RowWriter, is_stamp
 from steepest.embedding.table_chunk import TableChunk
-from steepest.errors import ResourcesError, SteepestError
+from steepest.errors import SteepestError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ READER_SECONDS = 1800.0
 class _Begun:
     """A snapshot that is being sent."""
 
-    pieces: Iterator[tuple[int, Records]]  # the rest, each with its chunk
+    pieces: Iterator[tuple[TableChunk, Records]]  # the rest, each with its shard
+    kept: int  # the number of a snapshot that stays on disk here; 0 for none
     end: SnapshotEnd  # to be sent after them
     # when it was first seen that the reader has not read on; None before
     since: float | None = None
@@ -81,15 +83,15 @@ class RowSnapshots:
         """Start to send the rows of shards as they are now; `end` is sent after the last piece."""
         wanted = RowsToRead.of(order.options)
         bases = {chunk: (life, version) for chunk, life, version in wanted.since}
-        pieces = []
-        for held in shards:
-            chunk, directory = held.chunk.index, held.directory
-            mine: Iterator[Records] = held.pieces(wanted.table, bases.get(chunk))
-            if wanted.keep and directory is not None and files is not None:
-                mine = files.written(wanted.keep, chunk, directory, mine)
-            pieces.append((chunk, mine))
-        rest = ((chunk, piece) for chunk, each in pieces for piece in each)
-        self._begun[order.reader, order.sequence] = _Begun(rest, end)
+        pieces = [(held, held.pieces(wanted.table, bases.get(held.chunk.index))) for held in shards]
+        rest = ((held, piece) for held, each in pieces for piece in each)
+        kept = 0 if files is None else wanted.keep
+        begun = self._begun[order.reader, order.sequence] = _Begun(rest, kept, end)
+        directories = [held.directory for held in shards if held.directory is not None]
+        if kept and directories:
+            assert files is not None
+            about = Path(directories[0]), str(kept), self._server, self.call
+            begun.writer = RowWriter(*about, SnapshotStorage(files, kept))
         for _ in range(_AHEAD):
             self.go_on(order.reader, order.sequence)
 
@@ -105,15 +107,12 @@ class RowSnapshots:
         if into is not None and begun.writer is None and not begun.away:
             begun.writer = self._writer_of(into)
             begun.away = begun.writer is None
-        elif into is None and begun.writer is not None:
+        elif into is None and begun.writer is not None and not begun.kept:
             self._give_up(reader, sequence, "its reader wants no more")
             return
-        try:
-            piece = next(begun.pieces, None)
-        except ResourcesError as error:  # of the disk for snapshots
-            self._give_up(reader, sequence, str(error))
-            return
-        if begun.writer is not None:
+        piece = next(begun.pieces, None)
+        sent = piece is not None and begun.kept and piece[0].directory is None
+        if begun.writer is not None and not sent:
             self._write(reader, sequence, begun, begun.writer, piece)
         elif piece is not None:
             for message in _messages(sequence, *piece):
@@ -139,12 +138,15 @@ class RowSnapshots:
         sequence: int,
         begun: _Begun,
         writer: RowWriter,
-        piece: tuple[int, Records] | None,
+        piece: tuple[TableChunk, Records] | None,
     ) -> None:
         """Write a piece, or the last file, and tell the reader when that is done."""
 
         def tell(*, waits: bool) -> None:
             if self._begun.get((reader, sequence)) is not begun:
+                return
+            if writer.error is not None and begun.kept:
+                self._give_up(reader, sequence, str(writer.error))
                 return
             if writer.error is not None:
                 error = f"{type(writer.error).__name__}: {writer.error}"
@@ -153,7 +155,7 @@ class RowSnapshots:
                 del self._begun[reader, sequence]
                 writer.drop()
                 return
-            told = {"files": writer.files, "marks": begun.marks}
+            told = {"files": writer.files, "marks": begun.marks, "kept": begun.kept}
             writer.files, begun.marks = [], {}
             self._send(reader, _record(sequence, begun, told, waits=waits))
             if not waits:
@@ -164,15 +166,17 @@ class RowSnapshots:
         if piece is None:
             writer.finish(lambda: tell(waits=False))
             return
-        begun.last = piece[0], piece[1][0][0]["name"]
+        held, records = piece
+        begun.last = held.chunk.index, records[0][0]["name"]
         known = {
             description["key"]: value
-            for description, value in piece[1]
+            for description, value in records
             if description["key"] in MARKS
         }
         if known:
             begun.marks[begun.last[1]] = [int(known[key]) if key in known else -1 for key in MARKS]
-        writer.put(piece[1], lambda: tell(waits=True))
+        folder = held.directory if begun.kept else None
+        writer.put(records, lambda: tell(waits=True), folder)
 
     def _give_up(self, reader: Peer, sequence: int, why: str) -> None:
         """End a snapshot early: send its end with the reason, and remove its files."""
@@ -209,9 +213,9 @@ def _record(sequence: int, begun: _Begun, told: Mapping[str, Any], *, waits: boo
     return StateTensor(sequence, chunk, **fields, waits=waits).pack(payload)
 
 
-def _messages(sequence: int, chunk: int, piece: Records) -> list[Message]:
+def _messages(sequence: int, held: TableChunk, piece: Records) -> list[Message]:
     """Return a piece as messages; after the last one the reader owes a READ_ON."""
-    last = len(piece) - 1
+    last, chunk = len(piece) - 1, held.chunk.index
     parts = [state_fields(description, value) for description, value in piece]
     return [
         StateTensor(sequence, chunk, **fields, waits=at == last).pack(payload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from steepest.checkpoint.saved_rows import shards_in
 from steepest.core.system import Queue, system
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import StoragePlace
-from steepest.embedding.row_files import OnRouter, Records
+from steepest.embedding.row_files import OnRouter, Records, SnapshotStorage
 
 #: The size from which a part becomes a file; pieces are awaited again when no more than this is unwritten.
 PART_BYTES = 64 << 20
@@ -34,6 +35,7 @@ class RowWriter:
         stamp: part of the files' names.
         server: the server's index.
         call: runs a function on the router's thread; None to write without a thread.
+        storage: writes and discards files; None for the folder's.
 
     Attributes:
         files: the manifest's entries for the files written so far; whoever reports them empties it.
@@ -41,10 +43,15 @@ class RowWriter:
     """
 
     def __init__(
-        self, folder: StoragePlace, stamp: str, server: int, call: OnRouter | None
+        self,
+        folder: StoragePlace,
+        stamp: str,
+        server: int,
+        call: OnRouter | None,
+        storage: SnapshotStorage | None = None,
     ) -> None:
         self._folder, self._stamp, self._server, self._call = folder, stamp, server, call
-        self._storage = storage_of(folder)
+        self._storage: Any = storage or storage_of(folder)
         self.files: list[dict[str, Any]] = []
         self.error: Exception | None = None
         self._names: list[StoragePlace] = []
@@ -61,8 +68,12 @@ class RowWriter:
         """Whether a file is being written."""
         return self._left > 0
 
-    def put(self, piece: Records, then: Callable[[], None]) -> None:
-        """Take a piece, and call `then` when the next one may follow."""
+    def put(self, piece: Records, then: Callable[[], None], directory: str | None = None) -> None:
+        """Take a piece, and call `then` when the next one may follow; `directory` replaces the folder from now on."""
+        if directory is not None and Path(directory) != self._folder:
+            if self._part:
+                self._start()
+            self._folder = Path(directory)
         for description, value in piece:
             if description["key"] != "life":
                 self._part.setdefault(f"{description['name']}/{description['key']}", []).append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -12,18 +11,19 @@ import numpy.typing as npt
 import torch
 
 from steepest.checkpoint.imported_rows import ImportedRows, load_with_imported
-from steepest.checkpoint.row_pieces import NO_ARRAYS, state_of
-from steepest.checkpoint.row_values import narrow, wide
+from steepest.checkpoint.row_pieces import state_of
+from steepest.checkpoint.row_values import narrow
 from steepest.checkpoint.saved_rows import ShardMark
 from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.tensors.layout import Chunk
-from steepest.embedding.row_files import ON_DISK, RowFiles
-from steepest.errors import ConfigurationError, ProtocolError
+from steepest.embedding.restored_shards import MADE, RestoredShards
+from steepest.errors import CheckpointError, ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
 from steepest.tables.shard import TableShard
 from steepest.tables.state import TableState
-from steepest.tables.state_checks import require_number_in, require_sound
+from steepest.tables.state_checks import require_possible
+from steepest.validation import require_count
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20
 _KNOWN_BYTES = 28  # of a row, beside values and slots
 #: The records of an export of one table.
-_EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "since")
+_Pieces = dict[int, dict[str, torch.Tensor]]  # arrays by key, by where the piece begins
+_EXPORTED = ("ids", "values", "removed_ids", "updates", "seed", "life", "since")
 
 
 class TableChunk(HeldChunk):
@@ -51,25 +52,8 @@ class TableChunk(HeldChunk):
         self._tables = dealing.groups[dealing.group_of(chunk.index)]
         self._table_names = [table.name for table in self._tables]
         self.rows = dealing.make(chunk.index)  # of the shard
-        # a state of which parts have come: the pieces of each array, by where they begin
-        self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
-        self.files: RowFiles | None = None  # in which this process has snapshots of rows
-
-    def _made_of_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
-        """Return the shard for which a state stands: of a checkpoint, or with rows of a snapshot."""
-        number = self._number_of(parts)
-        assert self.files is not None
-        if number < 0:
-            made = self.files.restored.take(number, self.chunk.index)
-            assert made is not None
-            return made
-        records = self.files.records(number, self.chunk.index)
-        pieces = ({about["key"]: value for about, value in piece} for piece in records)
-        first = next(pieces)
-        mark = ShardMark.of(first)
-        shard = self._dealing.make(self.chunk.index, mark.seed)
-        shard.load(map(state_of, itertools.chain([first], pieces)), mark.updates, mark.clock)
-        return shard
+        self._loaded: _Pieces = {}  # of a state that has come in part
+        self.made: RestoredShards | None = None  # of this process
 
     def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
         """Return a copy of the shard with rows for ids of a table, and how many others they replace.
@@ -80,42 +64,6 @@ class TableChunk(HeldChunk):
         shard = self._dealing.make(self.chunk.index, self.rows.seed)
         number = self._table_names.index(name)
         return shard, load_with_imported(shard, self.rows, number, rows)
-
-    def _number_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> int:
-        """Return the number of what a state stands for; ProtocolError: this process does not have it."""
-        number, chunk = int(_whole(parts[ON_DISK])[0, 0]), self.chunk.index
-        files = self.files
-        if files is None or not (
-            files.restored.has(number, chunk) if number < 0 else chunk in files.whole(number)
-        ):
-            raise ProtocolError(f"snapshot {number} of {self._name} is not in this process")
-        return number
-
-    def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
-        """Return a shard with the rows of a state, given by key and the first index of each piece."""
-        state, version, seed, clock = self._checked_state(parts)
-        shard = self._dealing.make(self.chunk.index, seed)
-        try:
-            shard.load([state], version, clock)
-        except ConfigurationError as error:
-            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
-        return shard
-
-    def _checked_state(
-        self, pieces: dict[str, dict[int, npt.NDArray[Any]]]
-    ) -> tuple[TableState, int, int, int]:
-        """Return a state, its last push's version, its first values' seed and its clock."""
-        # ProtocolError: it is none of such tables.
-        try:
-            arrays = {key: _whole(parts) for key, parts in pieces.items()}
-            version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
-            clock = require_number_in("clock", arrays) if "clock" in arrays else 0
-            rest = {name: part for name, part in arrays.items() if name not in NO_ARRAYS}
-            state = TableState.of_arrays(rest)
-            require_sound(state, self._tables, version)
-        except ConfigurationError as error:
-            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
-        return state, version, seed, clock
 
     def move(self, buffer: torch.Tensor) -> None:
         """Do nothing: rows lie in memory of their own."""
@@ -211,24 +159,45 @@ class TableChunk(HeldChunk):
             ProtocolError: it is none of this shard.
         """
         self.check_state(about, value)
-        self._keep(about, value, self._loaded)
-
-    def _keep(
-        self,
-        about: dict[str, Any],
-        value: torch.Tensor,
-        parts: dict[str, dict[int, npt.NDArray[Any]]],
-    ) -> None:
-        try:
-            parts.setdefault(about["key"], {})[about["start"]] = wide(value)
-        except ConfigurationError as error:
-            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
+        self._loaded.setdefault(about["start"], {})[about["key"]] = value
 
     def end_state(self) -> None:
         """Make rows of the records that were loaded; ProtocolError: they are not a state of this shard."""
         if self._loaded:
-            parts, self._loaded = self._loaded, {}
-            self.rows = self._made_of_files(parts) if ON_DISK in parts else self._made_of(parts)
+            pieces, self._loaded = self._loaded, {}
+            self.rows = self._taken(pieces) if MADE in pieces.get(0, {}) else self._made_of(pieces)
+
+    def _taken(self, pieces: _Pieces) -> TableShard:
+        """Return the shard that this process has made, for which a record stands."""
+        number = self._number_in(pieces)
+        assert self.made is not None
+        made = self.made.take(number, self.chunk.index)
+        assert made is not None
+        return made
+
+    def _number_in(self, pieces: _Pieces) -> int:
+        """Return the number of a restore for which this process has made the shard; ProtocolError: it has not."""
+        number = int(pieces[0][MADE].reshape(-1)[0])
+        if self.made is None or not self.made.has(number, self.chunk.index):
+            raise ProtocolError(f"{self._name} of restore {number} is not in this process")
+        return number
+
+    def _made_of(self, pieces: _Pieces) -> TableShard:
+        """Return a shard with the rows of pieces, by where these begin; ProtocolError: they make no sense."""
+        try:
+            mark = ShardMark.of(pieces.get(0, {}))
+            shard = self._dealing.make(self.chunk.index, require_count("seed", mark.seed, 0))
+            shard.load(self._checked(pieces, mark.updates), mark.updates, mark.clock)
+        except (CheckpointError, ConfigurationError) as error:
+            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
+        return shard
+
+    def _checked(self, pieces: _Pieces, version: int) -> Iterator[TableState]:
+        """Yield pieces in order; ConfigurationError: one has rows that there cannot be."""
+        for begin in sorted(pieces):
+            piece = state_of(pieces[begin])
+            require_possible(piece, self._tables, version)
+            yield piece
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
         """Check that a record is of this shard; ProtocolError otherwise."""
@@ -237,21 +206,15 @@ class TableChunk(HeldChunk):
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
         """Check that some records are a state of this shard; ProtocolError otherwise."""
-        parts: dict[str, dict[int, npt.NDArray[Any]]] = {}
+        pieces: _Pieces = {}
         for about, value in records:
-            self._keep(about, value, parts)
-        if ON_DISK in parts:
-            self._number_of(parts)
-        elif parts:
-            self._checked_state(parts)
+            pieces.setdefault(about["start"], {})[about["key"]] = value
+        if MADE in pieces.get(0, {}):
+            self._number_in(pieces)
+        elif pieces:
+            self._made_of(pieces)
 
     def clear_state(self) -> None:
         """Drop all rows."""
         self._loaded = {}
         self.rows = self._dealing.make(self.chunk.index)
-
-
-def _whole(pieces: dict[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Join the pieces of an array, given by their first index."""
-    parts = [pieces[begin] for begin in sorted(pieces)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -17,6 +17,7 @@ from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.status import Status
 from steepest.core.tensors.layout import Chunk
 from steepest.embedding.pushed_rows import RowGradientStore
+from steepest.embedding.restored_shards import RestoredShards
 from steepest.embedding.row_files import OnRouter, RowFiles
 from steepest.embedding.row_messages import PullRows, RowKind, RowsInto
 from steepest.embedding.row_pulls import RowPulls
@@ -102,12 +103,12 @@ class TableService:
         shards = _shards(stores)
         self._snapshots.begin(order, [*shards.values()], end, self._files)
 
-    def use_files(self, files: RowFiles, call: OnRouter | None) -> None:
-        """Keep snapshots of rows, and find them, in files of this process; have `call` answer when a disk has read."""
-        self._files, self._pulls.call, self._snapshots.call = files, call, call
+    def use_rows(self, rows: RestoredShards, call: OnRouter | None) -> None:
+        """Keep snapshots of rows in files of this process, take shards that it makes; `call` answers behind disks."""
+        self._files, self._pulls.call, self._snapshots.call = rows.files, call, call
         self._snapshots.may_write = True
         for held in self._shards.values():
-            held.files = files
+            held.made = rows
 
     def lost(self, peer: Peer) -> None:
         """Forget the pulls and the snapshots of a lost peer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import sys
 import time
@@ -68,8 +69,7 @@ from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.embedding.restored_shards import RowsRead, RowsWanted
-from steepest.embedding.row_files import PackedPiece, RowFiles, use_row_files
+from steepest.embedding.restored_shards import RestoredShards, use_rows
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import PeerLostError, ShutdownError, describe_error
 from steepest.extensions import EXTENSIONS
@@ -180,7 +180,7 @@ class ProcessActor:
         self._worker: Worker | None = None
         self._servers: list[Server] = []
         self._retained = RetainedChunks()
-        self._row_files = RowFiles()  # they stay whatever its roles are
+        self._rows = RestoredShards()  # they stay whatever its roles are
         self._change = 0  # for which they are retained
         self._member: MemberCollective | None = None
         self._index = -1
@@ -234,30 +234,10 @@ class ProcessActor:
         share = None if self._worker is None else self._worker.computing
         return activity_of(self._name, self._place, self.router, share, self._shares)
 
-    def snapshot_rows(self, number: int) -> dict[int, int]:
-        """Return the chunks whose rows this process has a snapshot of, and the number of pieces of each."""
-        return self._row_files.whole(number)
-
-    def snapshot_piece(self, number: int, chunk: int, at: int) -> PackedPiece:
-        """Return a piece of a snapshot of rows, for another process; also during a long step."""
+    def rows(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the process' shards, or of its "files", see `RestoredShards`; also during a long step."""
         with _as_text():
-            return self._row_files.piece(number, chunk, at)
-
-    def keep_snapshot(
-        self, number: int, chunk: int, at: int, count: int, directory: str, piece: PackedPiece
-    ) -> None:
-        """Keep a piece of a snapshot of rows that another process has; also during a long step."""
-        with _as_text():
-            self._row_files.take(number, chunk, at, count, directory, piece)
-
-    def keep_snapshots(self, numbers: Sequence[int]) -> None:
-        """Drop all snapshots of rows but some."""
-        self._row_files.keep_only(numbers)
-
-    def read_rows(self, wanted: RowsWanted) -> RowsRead:
-        """Make shards with the rows of a checkpoint, beside those that servers have; also during a long step."""
-        with _as_text():
-            return self._row_files.restored.read(wanted)
+            return operator.attrgetter(method)(self._rows)(*arguments)
 
     @on_router
     def give_rows(
@@ -265,20 +245,7 @@ class ProcessActor:
     ) -> dict[int, int]:
         """Make copies of shards, by chunk, with rows for a table; return of each how many others they replace."""
         held = [each for server in self._servers for each in server.chunks.values()]
-        return self._row_files.restored.give(number, held, name, rows)
-
-    def rows_read(self, number: int) -> int:
-        """Return how many bytes of a checkpoint's rows this process has read until now."""
-        return self._row_files.restored.nbytes(number)
-
-    def take_row_file(self, number: int, name: str, data: Bytes) -> None:
-        """Keep bytes of a file of a checkpoint whose place this process does not reach."""
-        with _as_text():
-            self._row_files.restored.take_file(number, name, data)
-
-    def drop_rows(self, number: int) -> None:
-        """Forget what `read_rows` has made and no server has taken."""
-        self._row_files.restored.drop(number)
+        return self._rows.give(number, held, name, rows)
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""
@@ -501,7 +468,7 @@ class ProcessActor:
             )
             # the reading threads of a simulation's processes would be no part of it
             call = self.router.call if runtime().owns_process else None
-            use_row_files(self._servers[-1], self._row_files, call)
+            use_rows(self._servers[-1], self._rows, call)
         for index in aggregators:
             shown = segment_of(weights) is not None  # else descriptors or memory had run out
             host_aggregator(self.router, job, index, weights, shown=shown)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_keys
@@ -16,28 +12,13 @@ from steepest.tables.state import TableState
 from steepest.tables.table import Table
 
 
-def require_number_in(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Return the one number, at least 0, of a state's array; ConfigurationError: it is missing, or holds another."""
-    array = arrays.get(name)
-    if array is None or array.dtype != np.int64 or array.shape != (1,) or array[0] < 0:
-        raise ConfigurationError(f"{name}={array!r:.80} in a state of tables: give one count")
-    return int(array[0])
-
-
-def require_sound(state: TableState, tables: Sequence[Table], version: int) -> None:
-    """Check that rows can be pushed to and pulled from a shard's state, whatever was written to it.
+def require_possible(state: TableState, tables: Sequence[Table], version: int) -> None:
+    """Check that rows can be pushed to and pulled from a shard's state, but for ids that are there twice.
 
     Raises:
-        ConfigurationError: an id is there twice or is none, a table is not of the group, or a row was
-            written after the last push (`version`), say.
+        ConfigurationError: an id is none, a table is not of the group, or a row was written after the last push
+            (`version`), say.
     """
-    require_possible(state, tables, version)
-    require_distinct("ids", state.tables, state.ids)
-    require_distinct("counted_ids", state.counted_tables, state.counted_ids)
-
-
-def require_possible(state: TableState, tables: Sequence[Table], version: int) -> None:
-    """Check the same but that ids are distinct; ConfigurationError: as `require_sound`."""
     one, dtype, names = tables[0], tables[0].form.dtype, [table.name for table in tables]
     widths = state.values.shape[1], state.slots.shape[1]
     fits = widths == (one.dim, one.optimizer.slots(one.dim))

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.rows import arrays_of_state
 from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
 from steepest.core.engine.exchange import Exchange, PushPull
 from steepest.core.engine.hosting import build_replicas
 from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.model_building import build_models
-from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.engine.optimizer_slices import assemble, disassemble
 from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server, ServerMode
@@ -37,11 +36,11 @@ from steepest.core.optim.arriving import ArrivingState
 from steepest.core.tensors.dtypes import Tensors, same_bits
 from steepest.core.tensors.half_precision import narrow_size, rounded
 from steepest.embedding.job_tables import dealing_of, delays_rows
-from steepest.embedding.restored_shards import RestoredShards, RowsWanted
+from steepest.embedding.restored_shards import HoldsRows, RestoredShards, RowsWanted
 from steepest.embedding.row_messages import RowKind, RowsOfPush
-from steepest.embedding.shard_records import disassemble
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.extensions import EXTENSIONS
+from steepest.runtime.state.row_read import rows_of
 from steepest.strategies.aggregation.extension import route_of
 from steepest.strategies.aggregation.host_aggregator import HostAggregator
 from steepest.strategies.compression.gradient_compressor import GradientCompressor
@@ -95,7 +94,9 @@ def replay_state(
 ) -> dict[str, torch.Tensor]:
     """Apply a log as `replay` does; return the servers' state beside the weights, by the names that checkpoints use."""
     # The optimizer's state by "parameter/key", that of shards of embedding tables by "tables/shard/key".
-    return _replay_all(log, model_creator, checkpoint).state
+    carried = _replay_all(log, model_creator, checkpoint)
+    rows = () if carried.rows is None else carried.rows.layers[0].files
+    return carried.state | {name: array for file in rows for name, array in file.arrays.items()}
 
 
 def _replay_all(
@@ -121,7 +122,7 @@ class _Carried(NamedTuple):
     state: dict[str, torch.Tensor]  # of the optimizer
     plain: list[str]  # keys of the state that are plain values
     step: int | None = None  # of the checkpoint that it was read from, if it was
-    rows: CheckpointRows | None = None  # of that checkpoint
+    rows: CheckpointRows | None = None  # of tables
 
     @classmethod
     def of(cls, saved: files.Checkpoint) -> _Carried:
@@ -151,36 +152,31 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     return run.carried()
 
 
-def _rows_for(job: Job, saved: CheckpointRows | None) -> dict[str, torch.Tensor]:
-    """Return the rows of a checkpoint as those of a job's shards; CheckpointError: the job cannot have them."""
-    if saved is None or (dealing := dealing_of(job)) is None:
-        return {}
+def _begin_state(server: Server, job: Job, model: Model, carried: _Carried | None) -> None:
+    """Give a server the optimizer's state and the rows with which a part of a log begins.
+
+    Raises:
+        CheckpointError: the job cannot have them.
+    """
+    state = model.optimizer_state if not job.strategy.local else None
+    if carried is not None:
+        state = ArrivingState(carried.state, tuple(carried.plain))
+    if state is not None:
+        server.begin_with(disassemble(job.description.layout, state.state, state.plain))
+    dealing, saved = dealing_of(job), None if carried is None else carried.rows
+    if dealing is None or saved is None:
+        return
     restored, wanted = RestoredShards(), RowsWanted(0, dealing.chunks, dealing, saved)
     answer = restored.read(wanted)
     if answer.elsewhere:
         answer = restored.read(replace(wanted, dealt=True))
     if why := answer.damaged or answer.unfit:
         raise CheckpointError(f"embedding tables: {why}")
-    rows: dict[str, torch.Tensor] = {}
     for chunk in dealing.chunks:
-        shard = restored.take(0, chunk)
+        held, shard = server.chunks[chunk], restored.take(0, chunk)
+        assert isinstance(held, HoldsRows)
         assert shard is not None
-        arrays = arrays_of_state(shard.export())
-        arrays |= {"updates": torch.tensor([shard.version]), "seed": torch.tensor([shard.seed])}
-        if shard.clock:
-            arrays["clock"] = torch.tensor([shard.clock])
-        rows |= {f"{dealing.name(chunk)}/{key}": value for key, value in arrays.items()}
-    return rows
-
-
-def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> ArrivingState | None:
-    """Return the state of the servers' optimizer with which a part of a log begins, if any."""
-    if carried is not None:
-        state = dict(carried.state)
-        if carried.step is not None:
-            state |= _rows_for(job, carried.rows)
-        return ArrivingState(state, tuple(carried.plain))
-    return None if job.strategy.local else model.optimizer_state
+        held.rows = shard
 
 
 class _PartReplay:
@@ -221,8 +217,7 @@ class _PartReplay:
             of_layout = carried.weights.keys() & self._layout.index.keys()
             self._layout.write(self._weights, {name: carried.weights[name] for name in of_layout})
         self._server = _server(self._job, self._weights, log.start)
-        if (state := _optimizer_state(self._job, models[0], carried)) is not None:
-            self._server.begin_with(disassemble(self._layout, state.state, state.plain))
+        _begin_state(self._server, self._job, models[0], carried)
         if carried is not None:
             _refuse_if(carried.differing, log)
             trained = {entry.name for entry in self._layout.entries if entry.trainable}
@@ -338,7 +333,9 @@ class _PartReplay:
             if any(not same_bits(own[name], state[name]) for state in everything)
         ]
         weights = self._layout.named(self._weights) | own
-        return _Carried(weights, mean, differing, *assemble(self._layout, records))
+        rows = rows_of(self._job, records)
+        dense = [record for record in records if record[0] not in self._layout.opaque_chunks]
+        return _Carried(weights, mean, differing, *assemble(self._layout, dense), rows=rows)
 
 
 def _models_and_job(log: CommitLog, model_creator: ModelCreator) -> tuple[list[Model], Job]:

@@ -119,9 +119,9 @@ def test_servers_that_do_not_reach_the_place_send_and_are_sent_rows(
     sent: list[str] = []
     take = RestoredShards.take_file
 
-    def taking(restored: RestoredShards, number: int, name: str, data: Any) -> None:
+    def taking(restored: RestoredShards, number: int, name: str, *about: Any) -> None:
         sent.append(name)
-        take(restored, number, name, data)
+        take(restored, number, name, *about)
 
     monkeypatch.setattr(RestoredShards, "take_file", taking)
     create = words(IDS, shards=2, optimizer=Adagrad())
@@ -254,9 +254,12 @@ def test_files_that_are_sent_have_no_name_on_the_disk(
     """So a process that is killed meanwhile leaves nothing."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shards, before = RestoredShards(), set(os.listdir("/proc/self/fd"))
-    for part in (b"some", b" bytes"):
-        shards.take_file(-1, "tables-1.safetensors", np.frombuffer(part, np.uint8))
-    assert shards._of(-1).path("tables-1.safetensors").read_bytes() == b"some bytes"
+    for at, part in ((0, b"some"), (4, b" bytes")):
+        shards.take_file(-1, "tables-1.safetensors", at, np.frombuffer(part, np.uint8))
+    file = shards.files.find(-1, "tables-1.safetensors")
+    assert file is not None
+    assert file.path.read_bytes() == b"some bytes"
+    del file
     assert not list(tmp_path.iterdir())
     shards.drop(-1)
     assert set(os.listdir("/proc/self/fd")) == before

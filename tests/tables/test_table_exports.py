@@ -24,10 +24,12 @@ from steepest import (
 from steepest.checkpoint import exported_table
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.optim.portable import Record
+from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import place_of
 from steepest.embedding import table_chunk
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.runtime.state.row_read import ArrivedRows
 from steepest.runtime.state.table_export import joined_rows
 from steepest.tables.eviction import LRU
 from tests.table_jobs import FIRST, IDS, trainer, words
@@ -274,8 +276,17 @@ def test_parts_of_two_servers_may_come_in_any_order() -> None:
     def record(chunk: int, key: str, start: int, *values: float) -> Record:
         dtype = torch.float32 if key == "values" else torch.int64
         value = torch.tensor(values, dtype=dtype)
-        return chunk, {"key": key, "start": start}, value[:, None] if key == "values" else value
+        about = {
+            "name": f"tables/{chunk}",
+            "key": key,
+            "start": start,
+            "stop": start,
+            "plain": False,
+        }
+        return chunk, about, value[:, None] if key == "values" else value
 
+    chunks = (Chunk(at, ElementType.of(torch.float32), True, 0, 0, ()) for at in range(3))
+    layout = ParameterLayout((), tuple(chunks))
     shards = [
         [record(chunk, key, 0, chunk) for key in ("life", "seed", "updates")]
         + [record(chunk, "removed_ids", 0)]
@@ -284,6 +295,6 @@ def test_parts_of_two_servers_may_come_in_any_order() -> None:
         for chunk in (1, 2)
     ]
     for records in (shards[0] + shards[1], shards[1][:7] + shards[0] + shards[1][7:]):
-        found = joined_rows(table(), records, None)
+        found = joined_rows(table(), ArrivedRows.of(layout, records), None)
         assert found.ids.tolist() == [10, 11, 12, 20, 21, 22]
         assert found.values.flatten().tolist() == found.ids.tolist()

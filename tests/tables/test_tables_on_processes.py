@@ -174,10 +174,10 @@ def test_a_killed_servers_rows_come_from_the_disk_of_another(tmp_path: Path) -> 
         trainer.fit(steps=8, progress=False)
         copy = trainer._supervisor.snapshots.taken
         assert copy is not None
-        of_rows = {
-            about["key"] for _, about, _ in copy.shared.records if "tables/" in about["name"]
-        }
-        assert of_rows == {"on_disk"}
+        assert copy.rows is not None
+        files_of_rows = copy.rows.layers[0].files
+        assert any(file.kept for file in files_of_rows)
+        assert not any(file.arrays for file in files_of_rows)
         server = next(p for p in trainer.processes() if (p.role, p.index) == ("server", 1))
         os.kill(server.pid, signal.SIGKILL)
         trainer.fit(steps=8, progress=False)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steepest.checkpoint import files, rows
+from steepest.checkpoint import files, table_moves
+from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.job import Job
@@ -15,6 +16,7 @@ from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.job_tables import dealing_of
 from steepest.runtime import remote_functions
 from steepest.runtime.state.optimizer_state import OptimizerState
+from steepest.runtime.state.row_read import rows_of
 from steepest.runtime.worker_state import WorkerState, buffers_of
 
 #: Buffers by replica, and their mean.
@@ -41,6 +43,8 @@ class JobState:
     collected: OptimizerState | None = None
     #: Those of a checkpoint; None where workers keep theirs.
     collected_buffers: Buffers | None = None
+    #: The rows of tables, of a state in terms of another job than servers sent it in.
+    collected_rows: CheckpointRows | None = None
     part: int = 0  # how many forms the job had before, of which there are logs
 
     @classmethod
@@ -53,7 +57,7 @@ class JobState:
         manifest, layout = saved.about, job.description.layout
         tables, dealing = manifest.get("tables", ()), dealing_of(job)
         collected, replicas = OptimizerState.saved(saved.optimizer, manifest, saved.replicas)
-        unpushed = rows.unpushed(collected.rows, tables, dealing)
+        unpushed = table_moves.unpushed(collected.rows, tables, dealing)
         collected = replace(collected, rows=unpushed)
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
@@ -121,6 +125,11 @@ class JobState:
         return OptimizerState.of(self.job, self.shared, dict(enumerate(self.workers or ())))
 
     @property
+    def rows(self) -> CheckpointRows | None:
+        """The rows of tables that servers sent, or keep on disk; None where servers keep their shards."""
+        return self.collected_rows or rows_of(self.job, self.shared.records)
+
+    @property
     def has_buffers(self) -> bool:
         """Whether any worker's replica had state of its own, such as buffers."""
         if self.workers is not None:
@@ -185,6 +194,7 @@ class JobState:
             workers=None,
             collected=self.optimizer,
             collected_buffers=self.buffers,
+            collected_rows=self.rows,
         )
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine.exchange import COMPRESSION
 from steepest.core.engine.job import Job
-from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.engine.optimizer_slices import assemble, disassemble
 from steepest.core.engine.replica_states import mean_states
 from steepest.core.engine.replicas import InnerOptimizerState
 from steepest.core.engine.shared_state import SharedState
@@ -20,7 +19,6 @@ from steepest.core.optim.portable import Record, is_text
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.job_tables import UNPUSHED, dealing_of
-from steepest.embedding.shard_records import disassemble
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.worker_state import WorkerState, worker_state
@@ -74,7 +72,8 @@ class OptimizerState:
     @classmethod
     def of(cls, job: Job, held: SharedState, workers: Mapping[int, WorkerState]) -> OptimizerState:
         """Return the optimizer's state of a job from its parts, those of workers by index."""
-        on_servers, plain = assemble(job.description.layout, held.records)
+        layout = job.description.layout
+        on_servers, plain = assemble(layout, held.dense(layout))
         rows, left_out = _exchanged(workers, UNPUSHED), _exchanged(workers, COMPRESSION)
         if job.config.local:
             left_out = {
@@ -159,9 +158,8 @@ class OptimizerState:
             rows = self.rows_for(cluster.job)
             cluster.workers.call(remote_functions.load_exchanged, UNPUSHED, rows, Tensors())
         records = disassemble(layout, self.state, self.plain)
-        of_rows = {key: value for key, value in self.state.items() if key.startswith(TABLES)}
         if cluster.job.config.local:
-            records = disassemble(layout, dict(self.outer) | of_rows, [])
+            records = disassemble(layout, self.outer, [])
         if cluster.job.compresses:
             left_out, mean = self._left_out_of(cluster.job), dict[str, torch.Tensor]()
             check_residuals(layout, left_out.values())
@@ -173,8 +171,7 @@ class OptimizerState:
         if not cluster.job.config.local:
             return records
         own = dict(self.own) if same or len(self.own) == len(workers) else {}
-        dense = {key: value for key, value in self.state.items() if key not in of_rows}
-        others = dense | _mean_own_weights(self.own)
+        others = self.state | _mean_own_weights(self.own)
         cluster.workers.call(
             remote_functions.load_inner_state, own, others, self.plain, self.schedule
         )

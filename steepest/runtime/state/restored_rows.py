@@ -1,4 +1,4 @@
-"""Restores the rows of a checkpoint: the driver names the files, each process reads those of its shards."""
+"""Restores rows of a checkpoint or a snapshot: the driver names the files, each process reads those of its shards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.data.storage.places import StorageError
 from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.restored_shards import RowsRead, RowsWanted
-from steepest.embedding.row_files import ON_DISK
+from steepest.embedding.restored_shards import MADE, RowsRead, RowsWanted
 from steepest.errors import CheckpointError, DeadlineError, listed
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
+from steepest.runtime.state.row_copies import carry_files
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
@@ -53,14 +53,14 @@ class RestoredRows:
 
     def __exit__(self, *_: object) -> None:
         """Have processes drop the rows that no server has installed."""
-        calls = [runtime().call(process, "drop_rows", self._number) for process in self._asked]
+        calls = [runtime().call(each, "rows", "drop", self._number) for each in self._asked]
         drop_calls(calls)
 
     def read(self, saved: CheckpointRows | None) -> list[Record]:
-        """Have processes read the rows of a checkpoint, and return records for servers to install in their place.
+        """Have processes read rows, and return records for servers to install in their place.
 
         Args:
-            saved: the files of the rows; None for a checkpoint without rows.
+            saved: the files of the rows; None for no rows.
 
         Raises:
             CheckpointError: the job's tables cannot have the rows. DamagedRowsError: files are damaged or missing.
@@ -122,25 +122,31 @@ class RestoredRows:
         return chunks_of
 
     def _records(self, dealing: Dealing) -> list[Record]:
-        stands = {"key": ON_DISK, "plain": False, "start": 0, "stop": 1}
-        value = torch.tensor([[self._number, 0]])
+        stands = {"key": MADE, "plain": False, "start": 0, "stop": 1}
+        value = torch.tensor([self._number])
         return [(chunk, stands | {"name": dealing.name(chunk)}, value) for chunk in dealing.chunks]
 
     def _read(self, wanted: Mapping[Any, RowsWanted], saved: CheckpointRows) -> dict[Any, RowsRead]:
-        """Return each process' answer, after sending it the files that it cannot reach."""
-        asked = {process: (each,) for process, each in wanted.items()}
-        answers = self._call("read_rows", asked)
+        """Return each process' answer, after giving it the files that it cannot reach."""
+        asked = {process: ("read", each) for process, each in wanted.items()}
+        answers = self._call("rows", asked)
         lacking = {process: asked[process] for process in asked if answers[process].lacks}
-        for process in lacking:
-            for name in answers[process].lacks:
-                self._send(process, name, saved)
-        return answers | (self._call("read_rows", lacking) if lacking else {})
+        known = {file.name: file for layer in saved.layers for file in layer.files}
+        missing = [(process, known[n]) for process in lacking for n in answers[process].lacks]
+        for process, file in missing:
+            if not file.kept:
+                self._send(process, file)
+        for number in {file.kept for _, file in missing if file.kept}:
+            mine = [(file.name, process) for process, file in missing if file.kept == number]
+            carry_files(self._cluster, number, mine)
+        return answers | (self._call("rows", lacking) if lacking else {})
 
-    def _send(self, process: Any, name: str, saved: CheckpointRows) -> None:
+    def _send(self, process: Any, file: SavedFile) -> None:
         """Send a process a file."""
-        file = next(f for layer in saved.layers for f in layer.files if f.name == name)
+        at = 0
         for data in _parts(file):
-            self._call("take_row_file", {process: (self._number, name, data)})
+            self._call("rows", {process: ("take_file", self._number, file.name, at, data)})
+            at += len(data)
 
     def _call(self, method: str, arguments: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
         """Call a method of each process, and return the results; the deadline begins anew whenever bytes were read."""
@@ -171,7 +177,7 @@ class RestoredRows:
 
     def _progress(self) -> int:
         """Return the number of bytes that processes have read so far."""
-        asked = [runtime().call(process, "rows_read", self._number) for process in self._asked]
+        asked = [runtime().call(each, "rows", "nbytes", self._number) for each in self._asked]
         return sum(
             self._cluster.get(asked, "say how much it has read", self._cluster.names(self._asked))
         )

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from steepest.checkpoint.rows import by_shard
-from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.shared_state import SharedState
 from steepest.errors import ConfigurationError
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.state.row_read import ArrivedRows
 from steepest.runtime.state.table_export import table_of
 
 
@@ -43,7 +42,7 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
     """Return the descriptions of ids, see `DistributedSGD.describe_rows`."""
     import numpy as np
 
-    from steepest.checkpoint.row_pieces import state_of  # needs what only tables need
+    from steepest.checkpoint.row_pieces import of_shard, state_of  # need what only tables need
     from steepest.tables.checks import require_ids
     from steepest.tables.first_values import values_without_rows
     from steepest.tables.hashing import shard_of
@@ -61,12 +60,11 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
         return []
     future = cluster.on_router(lambda: cluster.client.read("opaque", chunks=chunks))
     read: SharedState = cluster.wait(future, f"what is known of rows of table {name!r}")
-    state, _ = assemble(cluster.job.description.layout, read.records)
-    arrays = by_shard(state)
-    descriptions = []
+    arrived = ArrivedRows.of(cluster.job.description.layout, read.records)
+    arrays, marks, descriptions = arrived.part(), arrived.marks, []
     for each, shard in zip(checked.tolist(), shards.tolist(), strict=True):
-        shard_state = arrays[dealing.chunk(group, shard) - dealing.first]
-        rows, version = state_of(shard_state), int(shard_state["updates"])
+        saved = dealing.chunk(group, shard) - dealing.first
+        rows, version = state_of(of_shard(arrays, saved)), marks[saved].updates
         at = np.flatnonzero((rows.ids == each) & (rows.tables == number))
         if len(at):
             one = int(at[0])
@@ -75,7 +73,7 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
             descriptions.append(RowDescription(each, True, values, slots, *known, version))
             continue
         counted = rows.counted[(rows.counted_ids == each) & (rows.counted_tables == number)]
-        answered = values_without_rows(table, np.array([each]), int(shard_state["seed"]))
+        answered = values_without_rows(table, np.array([each]), marks[saved].seed)
         values = torch.from_numpy(answered)[0]
         descriptions.append(
             RowDescription(each, False, values, None, int(counted.sum()), None, version)

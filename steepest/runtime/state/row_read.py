@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint import files, rows
-from steepest.checkpoint.saved_rows import TABLES, ShardMark
+from steepest.checkpoint import files
+from steepest.checkpoint.saved_rows import (
+    TABLES,
+    CheckpointRows,
+    RowLayer,
+    SavedFile,
+    ShardMark,
+    shards_in,
+)
+from steepest.core.engine.job import Job
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.snapshots import Options
@@ -22,6 +30,7 @@ from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.data.storage.places import StoragePlace
+from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_messages import MARKS, WRITTEN, Bases, RowsInto, RowsToRead
 from steepest.errors import CheckpointError
 from steepest.runtime.cluster import Cluster
@@ -50,6 +59,103 @@ class RowRead:
             raise
 
 
+class ArrivedRows:
+    """The rows of one instant, as they have come from servers.
+
+    Attributes:
+        size: bytes of the rows that no part has.
+        files: the manifest's entries of files that servers have written.
+        kept: the number of the snapshot that these are of; 0 for files of a checkpoint.
+    """
+
+    def __init__(self, layout: ParameterLayout) -> None:
+        self.size = self.kept = 0
+        self.files: list[dict[str, Any]] = []
+        self._layout = layout
+        self._records: list[Record] = []
+        self._marks: dict[int, dict[str, int]] = {}  # by shard, in the order of `MARKS`
+
+    @classmethod
+    def of(cls, layout: ParameterLayout, records: Iterable[Record]) -> ArrivedRows:
+        """Return what has come as all of these records, in any order."""
+        arrived = cls(layout)
+        for record in sorted(records, key=lambda record: (record[0], record[1]["start"])):
+            arrived.take(record)
+        return arrived
+
+    def take(self, record: Record) -> None:
+        """Take a record; CheckpointError: its server could not write rows."""
+        _, about, value = record
+        if (key := about["key"]) == WRITTEN:
+            self._note(json.loads(value.numpy().tobytes()))
+            return
+        if key in MARKS:
+            shard = int(about["name"].removeprefix(TABLES))
+            self._marks.setdefault(shard, {})[key] = int(value)
+        if key != "life":
+            self._records.append(record)
+            self.size += value.nbytes
+
+    def _note(self, told: dict[str, Any]) -> None:
+        """Note the files that a server has written."""
+        if "error" in told:
+            raise CheckpointError(told["error"])
+        self.kept = told["kept"]
+        self.files += told["files"]
+        for name, values in told["marks"].items():
+            known = {key: n for key, n in zip(MARKS, values, strict=True) if n != -1}
+            self._marks[int(name.removeprefix(TABLES))] = known
+
+    def part(self) -> dict[str, torch.Tensor]:
+        """Return the rows that no part has, as arrays by name."""
+        records, self._records, self.size = self._records, [], 0
+        return assemble(self._layout, records)[0]
+
+    @property
+    def marks(self) -> dict[int, ShardMark]:
+        """The marks of the shards of which the first rows have come, in order."""
+        return {
+            shard: ShardMark(**{key: n for key, n in self._marks[shard].items() if key != "life"})
+            for shard in sorted(self._marks)
+        }
+
+    @property
+    def place(self) -> Bases:
+        """The instant, for a later read of changes since then."""
+        chunks = self._layout.opaque_chunks
+        known = ((shard, self._marks[shard]) for shard in sorted(self._marks))
+        return [[chunks[shard], mark["life"], mark["updates"]] for shard, mark in known]
+
+
+def rows_of(job: Job, records: Sequence[Record]) -> CheckpointRows | None:
+    """Return the rows among the records of a snapshot, in the driver's memory or files of processes; None for none.
+
+    Args:
+        job: whose snapshot it is.
+        records: of a whole state.
+    """
+    if (dealing := dealing_of(job)) is None:
+        return None
+    arrived, files = ArrivedRows(job.description.layout), list[SavedFile]()
+
+    def end_part() -> None:
+        part = arrived.part()
+        files.append(SavedFile(f"part-{len(files)}", None, {}, shards_in(part), part))
+
+    of_rows = (record for record in records if record[0] in dealing.chunks)
+    for record in sorted(of_rows, key=lambda record: (record[0], record[1]["start"])):
+        arrived.take(record)
+        if arrived.size >= _PART_BYTES:
+            end_part()
+    end_part()
+    for each in arrived.files:
+        kept = SavedFile(each["name"], None, each, tuple(each["shards"]), kept=arrived.kept)
+        files.append(kept)
+    marks = tuple(arrived.marks.values())
+    layers = (RowLayer(tuple(files), marks),)
+    return CheckpointRows(dealing.description(), layers) if marks else None
+
+
 class RowsAsTheyCome(files.RowParts):
     """The rows of a read as parts of a checkpoint: no more than one part lies in memory.
 
@@ -69,8 +175,7 @@ class RowsAsTheyCome(files.RowParts):
         self.written: list[dict[str, Any]] = []
         self._into: RowsInto | None = None
         self._read, self._hurried, self._base = read, hurried, base
-        self._lives: dict[int, int] = {}  # of shards
-        self._marks: dict[int, ShardMark] = {}
+        self._arrived = ArrivedRows(read.layout)
 
     def write_into(self, folder: StoragePlace, stamp: str) -> None:
         """Let servers write the rows that they have not sent."""
@@ -84,29 +189,31 @@ class RowsAsTheyCome(files.RowParts):
             DeadlineError: a server has waited too long for a part to be taken.
             CheckpointError: the rows were given up, or a server cannot write them.
         """
-        records: list[Record] = []
-        size = 0
-        for arrived in self._looks():
-            if arrived:
+        arrived = self._arrived
+        for records in self._looks():
+            if records:
                 yield {}
-            for record in arrived:
-                if record[1]["key"] == WRITTEN:
-                    self._note(record)
-                else:
-                    records.append(record)
-                    size += record[2].nbytes
-            arrived.clear()
-            if size >= _PART_BYTES:
-                yield self._part(records)
-                size = 0
-        if records:
-            yield self._part(records)
-        self.written.sort(key=lambda file: [int(n) for n in re.findall(r"\d+", file["name"])[-2:]])
-        self.changes = any(mark.since != -1 for mark in self._marks.values())
-        numbered = enumerate(self._read.layout.opaque_chunks if self._marks else ())
-        self.place = [
-            [chunk, self._lives[number], self._marks[number].updates] for number, chunk in numbered
-        ]
+            while records:
+                self._take(records.pop())
+            if arrived.size >= _PART_BYTES:
+                yield arrived.part()
+        if arrived.size:
+            yield arrived.part()
+        self.written = sorted(
+            arrived.files, key=lambda file: [int(n) for n in re.findall(r"\d+", file["name"])[-2:]]
+        )
+        self.changes = any(mark.since != -1 for mark in arrived.marks.values())
+        self.place = arrived.place
+
+    def _take(self, record: Record) -> None:
+        """Take a record; CheckpointError: its server could not write rows."""
+        try:
+            self._arrived.take(record)
+        except CheckpointError as error:
+            assert self._into is not None
+            raise CheckpointError(
+                f"cannot write a checkpoint to {self._into.folder}: {error}"
+            ) from error
 
     def _looks(self) -> Iterator[list[Record]]:
         """Yield the records that have come at each look."""
@@ -120,44 +227,13 @@ class RowsAsTheyCome(files.RowParts):
             except FutureTimeoutError:
                 yield self._read.take(None if self._into is None else self._into.options())
 
-    def _note(self, record: Record) -> None:
-        """Note the file that a server has written."""
-        told = json.loads(record[2].numpy().tobytes())
-        if "error" in told:
-            assert self._into is not None
-            raise CheckpointError(
-                f"cannot write a checkpoint to {self._into.folder}: {told['error']}"
-            )
-        self.written += told["files"]
-        for name, mark in told["marks"].items():
-            *known, life = mark
-            shard = int(name.removeprefix(TABLES))
-            clock = max(known[MARKS.index("clock")], 0)
-            self._lives[shard], self._marks[shard] = life, ShardMark(*known)._replace(clock=clock)
-
-    def _part(self, records: list[Record]) -> dict[str, torch.Tensor]:
-        """Return records as arrays by name; empties the list."""
-        part, _ = assemble(self._read.layout, _taken_out(records))
-        for shard, arrays in rows.by_shard(part).items():
-            if "life" in arrays:
-                self._lives[shard], self._marks[shard] = int(arrays["life"]), ShardMark.of(arrays)
-                del part[f"{TABLES}{shard}/life"]
-        return part
-
     def about(self) -> dict[str, Any]:
         """Return the marks of the shards, and the base of the checkpoint, if it has only changes."""
-        marks = {"shards": [list(self._marks[shard]) for shard in sorted(self._marks)]}
+        marks = {"shards": [list(mark) for mark in self._arrived.marks.values()]}
         if not self.changes:
-            return marks if self._marks else {}
+            return marks if marks["shards"] else {}
         assert self._base is not None
         return {**marks, "base": asdict(self._base)}
-
-
-def _taken_out(records: list[Record]) -> Iterator[Record]:
-    """Yield records and take them out of their list, so that they need not lie in memory twice."""
-    records.reverse()
-    while records:
-        yield records.pop()
 
 
 def read_apart(cluster: Cluster, since: Bases | None) -> tuple[SharedState, RowRead]:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from steepest.checkpoint.saved_rows import TABLES
+from steepest.checkpoint.saved_rows import TABLES, SavedFile
 from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
-from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.core.tensors.free_memory import free_bytes, warn_if_short
 from steepest.embedding.row_messages import RowsToRead
@@ -27,6 +26,7 @@ from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, Resu
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.state.job_state import JobState
 from steepest.runtime.state.row_copies import RowCopies, keeps_on_disk, second_copies
+from steepest.runtime.state.row_read import rows_of
 from steepest.runtime.state.transfer import StateTransfer
 from steepest.runtime.worker_state import WorkerState
 
@@ -55,7 +55,7 @@ class _CopyRequest:
     version: int | None  # of all of it; None where workers have no version in common
     read_log: Callable[[], Future[list[Commit]]] | None = None  # since the copy before
     rows: int = 0  # the number under which servers keep rows on disk; 0 where they are sent
-    second: Callable[[int, Sequence[Record]], RowCopies] | None = None  # has these copied
+    second: Callable[[int, Sequence[str]], RowCopies] | None = None  # has these copied
     log: Future[list[Commit]] | None = None  # asked for when servers have answered
     copies: RowCopies | None = None  # likewise
     asked: float = field(default_factory=lambda: system().now())
@@ -77,10 +77,16 @@ class _CopyRequest:
         if self.log is not None and not self.log.done():
             return False
         if self.second is not None and self.copies is None and self.servers.exception() is None:
-            self.copies = self.second(self.rows, self.servers.result().records)
+            names = [file.name for file in self._kept_files()]
+            self.copies = self.second(self.rows, names)
         if self.copies is not None and not self.copies.advance():
             return False
         return len(runtime().wait(calls, 0)) == len(calls)
+
+    def _kept_files(self) -> Sequence[SavedFile]:
+        """Return the files that servers keep of the rows."""
+        rows = rows_of(self.job, self.servers.result().records)
+        return [] if rows is None else [file for file in rows.layers[0].files if file.kept]
 
     def await_all(self, owner: Owner, seconds: float) -> None:
         """Return when all parts have come, or after a time."""
@@ -308,7 +314,8 @@ class Snapshots:
         known, self._on_disk = self._on_disk, [number for number in numbers if number]
         if known or self._on_disk or self._number:
             actors = dict.fromkeys(self._cluster.actors.values())
-            drop_calls([runtime().call(actor, "keep_snapshots", self._on_disk) for actor in actors])
+            kept = "files.keep_only", self._on_disk
+            drop_calls([runtime().call(actor, "rows", *kept) for actor in actors])
 
     def _is_disk_at_fault(self, request: _CopyRequest) -> bool:
         """Return whether rows of a snapshot are not on the disks of two processes; log why, once."""

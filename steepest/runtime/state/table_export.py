@@ -11,11 +11,11 @@ from steepest.checkpoint.exported_table import ExportedTable, since_cursor
 from steepest.checkpoint.replicated_tables import replicated_tables
 from steepest.checkpoint.row_values import wide
 from steepest.core.engine.shared_state import SharedState
-from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_messages import RowsToRead
 from steepest.errors import ConfigurationError
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.state.row_read import ArrivedRows
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
@@ -64,41 +64,35 @@ def export_table(
     group, number = dealing.place(table)
     chunks = [dealing.chunk(group, shard) for shard in range(dealing.num_shards)]
 
-    def read(bases: Sequence[Sequence[int]]) -> list[Record]:
+    def read(bases: Sequence[Sequence[int]]) -> ArrivedRows:
         options = RowsToRead(number, bases).options()
         future = cluster.on_router(
             lambda: cluster.client.read("opaque", chunks=chunks, options=options)
         )
         shared: SharedState = cluster.wait(future, f"the rows of table {name!r}")
-        return shared.records
+        return ArrivedRows.of(cluster.job.description.layout, shared.records)
 
     place = [list(each) for each in since.place] if since is not None else []
     bases = [each for each in place if each[0] in chunks]
-    records = read(bases)
-    covered = {chunk for chunk, description, _ in records if description["key"] == "since"}
+    found = read(bases)
+    covered = {chunk for chunk in chunks if found.marks[chunk - dealing.first].since != -1}
     if bases and covered != set(chunks):  # of some shards it is not known what has changed
-        records, covered = (read([]) if covered else records), set()
-    return joined_rows(table, records, place if covered else None)
+        found, covered = (read([]) if covered else found), set()
+    return joined_rows(table, found, place if covered else None)
 
 
-def joined_rows(
-    table: Table, records: Sequence[Record], base: list[list[int]] | None
-) -> ExportedTable:
+def joined_rows(table: Table, found: ArrivedRows, base: list[list[int]] | None) -> ExportedTable:
     """Return the rows of a table's shards as one, in order of ids; for `base` see `ExportedTable.base`."""
     from steepest.tables.first_values import constant_without_rows  # needs what only tables need
 
-    parts: dict[str, list[torch.Tensor]] = {"ids": [], "values": [], "removed_ids": []}
-    known: dict[int, dict[str, int]] = {}
-    in_order = sorted(records, key=lambda record: (record[0], record[1]["start"]))
-    for chunk, description, value in in_order:  # parts of several servers come as they come
-        if description["key"] in parts:
-            parts[description["key"]].append(torch.from_numpy(wide(value)))
-        else:
-            known.setdefault(chunk, {})[description["key"]] = int(value.item())
-    ids, order = torch.cat(parts["ids"]).sort()
-    removed, _ = torch.cat(parts["removed_ids"]).sort()
-    place = [[chunk, each["life"], each["updates"]] for chunk, each in sorted(known.items())]
-    values = torch.cat(parts["values"])[order]
-    version = max(each[2] for each in place)
+    arrays = found.part()
+
+    def all_of(key: str) -> torch.Tensor:
+        names = [name for name in arrays if name.endswith(f"/{key}")]
+        return torch.cat([torch.from_numpy(wide(arrays[name])) for name in names])
+
+    ids, order = all_of("ids").sort()
+    removed, _ = all_of("removed_ids").sort()
+    values, version = all_of("values")[order], max(mark.updates for mark in found.marks.values())
     unknown = constant_without_rows(table)
-    return ExportedTable(table.name, ids, values, removed, version, place, base, unknown)
+    return ExportedTable(table.name, ids, values, removed, version, found.place, base, unknown)

@@ -41,7 +41,6 @@ from steepest.runtime.owner import Moment, owned
 from steepest.runtime.state.job_state import JobState
 from steepest.runtime.state.optimizer_state import OptimizerState
 from steepest.runtime.state.restored_rows import RestoredRows
-from steepest.runtime.state.row_copies import carry_rows, snapshot_in
 from steepest.runtime.state.row_read import RowRead, read_apart
 from steepest.runtime.state.table_export import table_of
 from steepest.runtime.worker_state import WorkerState
@@ -476,11 +475,11 @@ class StateTransfer:
                 state = before.renumbered({was: now for now, was in keep.items()})
                 state = state.for_job(cluster.job)
             same = as_before or job.num_workers == wanted.num_workers
-            tables = job.stores is not None
-            if tables and (number := snapshot_in(state.optimizer.state)):
-                carry_rows(cluster, number)
             records = state.optimizer.place(cluster, same=same)
-            self.install(state, before.shared.records if as_before else records)
+            if as_before:
+                records = before.shared.dense(job.description.layout)
+            with self._restoring() as restored:
+                self.install(state, records + restored.read(state.rows))
             self._close_log(before, state.shared.version)
             if wanted.unfrozen != job.unfrozen:
                 self._logs = [None]  # a replay does not unfreeze
