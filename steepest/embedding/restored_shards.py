@@ -85,7 +85,7 @@ class _ElsewhereError(Exception):
 
 
 @dataclass
-class _Made:
+class _ShardsMade:
     """The shards that were made for one restore, by chunk, and the bytes read for them until now."""
 
     shards: dict[int, list[TableShard]] = field(default_factory=dict)
@@ -97,12 +97,12 @@ class RestoredShards:
 
     def __init__(self) -> None:
         self.files = RowFiles()
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, _ShardsMade] = {}
         self._lock = system().lock()
 
-    def _of(self, number: int) -> _Made:
+    def _of(self, number: int) -> _ShardsMade:
         with self._lock:
-            return self._made.setdefault(number, _Made())
+            return self._made.setdefault(number, _ShardsMade())
 
     def take_file(self, number: int, name: str, at: int, data: Any) -> None:
         """Keep bytes of a file that a restore needs, from one of its places on; ResourcesError: there is no room."""
@@ -277,7 +277,7 @@ class _FilesAhead:
     """
 
     def __init__(
-        self, made: _Made, order: Sequence[SavedFile], files: RowFiles, number: int
+        self, made: _ShardsMade, order: Sequence[SavedFile], files: RowFiles, number: int
     ) -> None:
         self._made, self._left = made, list(reversed(order))
         self._files, self._number = files, number

@@ -99,8 +99,12 @@ class Blocks:
             self.store.memory.require(len(self) + _AHEAD * count)
         return True
 
-    def allocate(self, tables: Int32s, ids: Int64s) -> Int32s:
-        """Return row numbers for ids: those freed last, then fresh ones; all else is the caller's to set."""
+    def allocate(self, tables: Int32s, ids: Int64s) -> tuple[Int32s, Int32s | slice]:
+        """Return row numbers for ids: those freed last, then fresh ones; all else is the caller's to set.
+
+        Returns:
+            The numbers, and the same as an index of rows: a slice where all are fresh, which is faster.
+        """
         self.require(len(ids))
         reused = min(self.freed, len(ids))
         self.freed -= reused
@@ -108,11 +112,12 @@ class Blocks:
         numbers = np.empty(len(ids), np.int32)
         numbers[:reused] = self._free.array[self.freed : self.freed + reused][::-1]
         numbers[reused:] = np.arange(self.top, self.top + fresh)
+        where = numbers if reused else slice(self.top, self.top + fresh)
         self.top += fresh
-        self.ids[numbers] = ids
+        self.ids[where] = ids
         if self._several:  # memory that is never written is never taken
-            self.tables[numbers] = tables
-        return numbers
+            self.tables[where] = tables
+        return numbers, where
 
     def release(self, numbers: Int32s) -> None:
         """Take rows out of use."""

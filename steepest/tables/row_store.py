@@ -85,13 +85,14 @@ def _gather(rows: Floats, numbers: Int32s, values: Floats) -> float:
 
 
 @kernel
-def _scatter(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> None:
-    width = values.shape[1]
+def _scatter(rows: Floats, numbers: Int32s, values: Floats, slots: Floats) -> None:
+    dim, width = values.shape[1], slots.shape[1]
     for at in range(len(numbers)):
-        row = rows[numbers[at], begin : begin + width]
-        source = values[at]
+        row, first, rest = rows[numbers[at]], values[at], slots[at]
+        for column in range(dim):
+            row[column] = first[column]
         for column in range(width):
-            row[column] = source[column]
+            row[dim + column] = rest[column]
 
 
 class WideRows:
@@ -117,10 +118,8 @@ class WideRows:
 
     def enter(self, numbers: Int32s, keys: Keys, values: Floats, slots: Floats) -> None:
         """Write values and slots."""
-        numbers = read_only(numbers, np.int32)
-        _scatter(self._rows, numbers, 0, read_only(values, self._dtype))
-        if slots.shape[1]:
-            _scatter(self._rows, numbers, self._dim, read_only(slots, self._dtype))
+        numbers, values = read_only(numbers, np.int32), read_only(values, self._dtype)
+        _scatter(self._rows, numbers, values, read_only(slots, self._dtype))
 
     def update(
         self,

@@ -176,11 +176,11 @@ class ShardRows:
             beside: what else is known of them, by the names of `Blocks`; the rest is 0.
         """
         blocks, (tables, ids) = self._blocks, keys
-        numbers = blocks.allocate(tables, ids)
-        blocks.written[numbers], blocks.sightings[numbers] = written, sightings
+        numbers, where = blocks.allocate(tables, ids)
+        blocks.written[where], blocks.sightings[where] = written, sightings
         for name in ("until", "scores"):
             if (known := getattr(blocks, name)) is not None:
-                known[numbers] = beside.get(name, 0)
+                known[where] = beside.get(name, 0)
         blocks.store.enter(numbers, keys, values, slots)
         return numbers
 

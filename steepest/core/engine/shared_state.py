@@ -31,11 +31,6 @@ class SharedState:
     #: Without weights, the processes that have each chunk.
     holders: Mapping[int, Sequence[Any]] | None = None
 
-    def dense(self, layout: ParameterLayout) -> list[Record]:
-        """Return the records but those of opaque chunks."""
-        opaque = set(layout.opaque_chunks)
-        return [record for record in self.records if record[0] not in opaque]
-
     def named(self, layout: ParameterLayout) -> dict[str, torch.Tensor]:
         """Return the weights, which were read, by name."""
         assert self.weights is not None

@@ -127,6 +127,8 @@ class JobState:
     @property
     def rows(self) -> CheckpointRows | None:
         """The rows of tables that servers sent, or keep on disk; None where servers keep their shards."""
+        if self.job.stores is None:
+            return None
         return self.collected_rows or rows_of(self.job, self.shared.records)
 
     @property

@@ -18,6 +18,7 @@ from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record, is_text
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.job_tables import UNPUSHED, dealing_of
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -73,7 +74,7 @@ class OptimizerState:
     def of(cls, job: Job, held: SharedState, workers: Mapping[int, WorkerState]) -> OptimizerState:
         """Return the optimizer's state of a job from its parts, those of workers by index."""
         layout = job.description.layout
-        on_servers, plain = assemble(layout, held.dense(layout))
+        on_servers, plain = assemble(layout, dense(layout, held.records))
         rows, left_out = _exchanged(workers, UNPUSHED), _exchanged(workers, COMPRESSION)
         if job.config.local:
             left_out = {
@@ -205,6 +206,12 @@ class OptimizerState:
         pushers = 1 if job.pushes_per_update == 1 else job.num_workers
         states = [rows[worker] for worker in sorted(rows)]
         return dict(enumerate(divided(dealing, states, pushers)))
+
+
+def dense(layout: ParameterLayout, records: Iterable[Record]) -> list[Record]:
+    """Return the records of a state but those of opaque chunks, which are rows, see `rows_of`."""
+    opaque = set(layout.opaque_chunks)
+    return [record for record in records if record[0] not in opaque]
 
 
 def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tensors]:

@@ -39,7 +39,7 @@ from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Lineup
 from steepest.runtime.owner import Moment, owned
 from steepest.runtime.state.job_state import JobState
-from steepest.runtime.state.optimizer_state import OptimizerState
+from steepest.runtime.state.optimizer_state import OptimizerState, dense
 from steepest.runtime.state.restored_rows import RestoredRows
 from steepest.runtime.state.row_read import RowRead, read_apart
 from steepest.runtime.state.table_export import table_of
@@ -477,9 +477,12 @@ class StateTransfer:
             same = as_before or job.num_workers == wanted.num_workers
             records = state.optimizer.place(cluster, same=same)
             if as_before:
-                records = before.shared.dense(job.description.layout)
-            with self._restoring() as restored:
-                self.install(state, records + restored.read(state.rows))
+                records = dense(job.description.layout, before.shared.records)
+            if (rows := state.rows) is None:
+                self.install(state, records)
+            else:
+                with self._restoring() as restored:
+                    self.install(state, records + restored.read(rows))
             self._close_log(before, state.shared.version)
             if wanted.unfrozen != job.unfrozen:
                 self._logs = [None]  # a replay does not unfreeze
