@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.imported_rows import imported_rows
+from steepest.checkpoint.imported_rows import imported_rows, load_with_imported
 from steepest.checkpoint.saved_rows import ShardMark
 from steepest.core.tensors.layout import Chunk, ElementType
 from steepest.data.storage.places import StoragePlace
@@ -244,7 +244,8 @@ class RowStreams:
             if len(mine):
                 held = self.chunks[self.dealing.chunk(group, shard)]
                 rows = imported_rows(table, (np.array(ids)[mine], values[mine]))
-                held.rows, replaced = held.with_rows(table.name, rows)
+                before, held.rows = held.rows, self.dealing.make(held.chunk.index, held.rows.seed)
+                replaced = load_with_imported(held.rows, before, number, rows)
                 assert replaced == sum(ids[each] in known.rows for each in mine)
         for each, value in zip(ids, values, strict=True):
             seen = known.rows[each][3] if each in known.rows else 1

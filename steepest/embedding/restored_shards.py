@@ -76,9 +76,6 @@ class HoldsRows(Protocol):
     chunk: Chunk
     rows: TableShard
 
-    def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
-        """Return a copy with imported rows of a table, and how many rows they replace; ConfigurationError: no room."""
-
 
 class _ElsewhereError(Exception):
     """A shard of the checkpoint has rows of another shard of the job."""
@@ -149,16 +146,18 @@ class RestoredShards:
         self,
         number: int,
         held: Iterable[HeldChunk],
-        name: str,
-        rows: Mapping[int, ImportedRows | None],
+        dealing: Dealing,
+        table: int,
+        rows: Mapping[int, ImportedRows],
     ) -> dict[int, int]:
         """Copy the shards that servers hold, with imported rows of a table.
 
         Args:
             number: the restore's.
             held: the servers' chunks; those without rows are ignored.
-            name: the table's.
-            rows: maps each chunk to its imported rows, or to None to keep the shard.
+            dealing: how the job's tables are dealt into shards.
+            table: the table's number in its group.
+            rows: maps each chunk that has shards of the table to its imported rows; other shards stay as they are.
 
         Returns:
             For each chunk with imported rows, how many rows they replace.
@@ -166,12 +165,15 @@ class RestoredShards:
         Raises:
             ConfigurationError: the table has no room for them.
         """
+        from steepest.checkpoint.imported_rows import load_with_imported  # what only tables need
+
         shards, replaced = self._of(number).shards, {}
         for each in held:
             if isinstance(each, HoldsRows):
                 chunk, shard = each.chunk.index, each.rows
-                if (mine := rows[chunk]) is not None:
-                    shard, replaced[chunk] = each.with_rows(name, mine)
+                if (mine := rows.get(chunk)) is not None:
+                    shard = dealing.make(chunk, each.rows.seed)
+                    replaced[chunk] = load_with_imported(shard, each.rows, table, mine)
                 shards.setdefault(chunk, []).append(shard)
         return replaced
 

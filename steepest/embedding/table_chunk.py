@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.checkpoint.imported_rows import ImportedRows, load_with_imported
 from steepest.checkpoint.row_pieces import state_of
 from steepest.checkpoint.row_values import narrow
 from steepest.checkpoint.saved_rows import ShardMark
@@ -54,16 +53,6 @@ class TableChunk(HeldChunk):
         self.rows = dealing.make(chunk.index)  # of the shard
         self._loaded: _Pieces = {}  # of a state that has come in part
         self.made: RestoredShards | None = None  # of this process
-
-    def with_rows(self, name: str, rows: ImportedRows) -> tuple[TableShard, int]:
-        """Return a copy of the shard with rows for ids of a table, and how many others they replace.
-
-        Raises:
-            ConfigurationError: the table has no room for them.
-        """
-        shard = self._dealing.make(self.chunk.index, self.rows.seed)
-        number = self._table_names.index(name)
-        return shard, load_with_imported(shard, self.rows, number, rows)
 
     def move(self, buffer: torch.Tensor) -> None:
         """Do nothing: rows lie in memory of their own."""

@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from steepest.checkpoint.imported_rows import ImportedRows
 from steepest.collectives import operations
 from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
@@ -240,12 +239,10 @@ class ProcessActor:
             return operator.attrgetter(method)(self._rows)(*arguments)
 
     @on_router
-    def give_rows(
-        self, number: int, name: str, rows: Mapping[int, ImportedRows | None]
-    ) -> dict[int, int]:
-        """Make copies of shards, by chunk, with rows for a table; return of each how many others they replace."""
+    def give_rows(self, number: int, *imported: Any) -> dict[int, int]:
+        """Make copies of the servers' shards with imported rows, see `RestoredShards.give`."""
         held = [each for server in self._servers for each in server.chunks.values()]
-        return self._rows.give(number, held, name, rows)
+        return self._rows.give(number, held, *imported)
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""

@@ -103,7 +103,7 @@ class RestoredRows:
             for shard, (begin, end) in enumerate(pairwise(begins.tolist()))
         }
         asked = {
-            process: (self._number, table.name, {chunk: parts.get(chunk) for chunk in chunks})
+            process: (self._number, dealing, number, {c: parts[c] for c in chunks if c in parts})
             for process, chunks in self._chunks(dealing).items()
         }
         replaced: dict[int, int] = {}

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from steepest.checkpoint.saved_rows import TABLES, SavedFile
+from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.system import system
 from steepest.core.tensors.free_memory import free_bytes, warn_if_short
-from steepest.embedding.row_messages import RowsToRead
+from steepest.embedding.row_messages import WRITTEN, RowsToRead
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import drop_calls, raise_remote
 from steepest.runtime.cluster import Cluster
@@ -26,7 +26,7 @@ from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, Resu
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.state.job_state import JobState
 from steepest.runtime.state.row_copies import RowCopies, keeps_on_disk, second_copies
-from steepest.runtime.state.row_read import rows_of
+from steepest.runtime.state.row_read import ArrivedRows
 from steepest.runtime.state.transfer import StateTransfer
 from steepest.runtime.worker_state import WorkerState
 
@@ -77,16 +77,16 @@ class _CopyRequest:
         if self.log is not None and not self.log.done():
             return False
         if self.second is not None and self.copies is None and self.servers.exception() is None:
-            names = [file.name for file in self._kept_files()]
-            self.copies = self.second(self.rows, names)
+            self.copies = self.second(self.rows, self._kept_files())
         if self.copies is not None and not self.copies.advance():
             return False
         return len(runtime().wait(calls, 0)) == len(calls)
 
-    def _kept_files(self) -> Sequence[SavedFile]:
-        """Return the files that servers keep of the rows."""
-        rows = rows_of(self.job, self.servers.result().records)
-        return [] if rows is None else [file for file in rows.layers[0].files if file.kept]
+    def _kept_files(self) -> list[str]:
+        """Return the names of the files that servers keep of the rows."""
+        written = (r for r in self.servers.result().records if r[1]["key"] == WRITTEN)
+        arrived = ArrivedRows.of(self.job.description.layout, written)
+        return [file["name"] for file in arrived.files]
 
     def await_all(self, owner: Owner, seconds: float) -> None:
         """Return when all parts have come, or after a time."""
