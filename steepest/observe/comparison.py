@@ -1,4 +1,4 @@
-"""The same program under several strategies: what each has come to, and which one to take."""
+"""The same program under several strategies: the outcome of each, and which one to take."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TriedStrategy:
 
 
 class Criterion(NamedTuple):
-    """By what strategies are compared: the loss, or what the script reports by a name, such as of held-out data.
+    """The quantity by which strategies are compared: the loss, or a value that the script reports by name.
 
     Example:
         >>> Criterion.read("accuracy:max"), Criterion.read("val_loss")
@@ -90,7 +90,7 @@ LOSS = Criterion()
 
 
 class _RunOutcome:
-    """What one run has come to, see `Outcome`."""
+    """The outcome of one run, see `Outcome`."""
 
     def __init__(self, trial: TriedStrategy, by: Criterion) -> None:
         rows = [row for row in trial.rows if row["kind"] == "step" and row["samples"]]
@@ -121,7 +121,7 @@ class _RunOutcome:
         )
 
     def seconds_to(self, value: float, sign: float) -> float:
-        """Return the seconds of training until some successive steps were as good; infinity for never."""
+        """Return the seconds of training until several steps in a row were as good; infinity if there are none."""
         size = max(1, len(self._values) // _BLOCKS)
         for begin in range(0, len(self._values), size):
             block = self._values[begin : begin + size]
@@ -131,15 +131,15 @@ class _RunOutcome:
 
 
 class Outcome:
-    """What a strategy has come to, over the runs with several seeds: means, and ranges from the least to the greatest.
+    """The outcome of a strategy over its runs with different seeds: means, and ranges from the least to the greatest.
 
     Args:
-        trials: its runs, each with another seed; of one that failed its steps do not count.
+        trials: its runs, each with a different seed; the steps of a failed run do not count.
         by: what is compared.
 
     Attributes:
         strategy, ended, failed: as of the trials; it has failed if any has.
-        runs: of how many seeds.
+        runs: the number of seeds.
         steps, samples: how many were taken, and in all of them.
         seconds: of training, until the last step.
         speed: samples per second, without the first step, which also waits for processes; NaN without a second one.
@@ -198,9 +198,9 @@ def _mean(values: Sequence[float]) -> float:
 def recommend(outcomes: Sequence[Outcome]) -> tuple[str | None, str]:
     """Return the strategy to take, None if none has trained, and why, in a few sentences.
 
-    It is the one with the best value at its end. Values are equal that differ by less than 2 %, by less than twice
-    the standard error of their difference, or by less than 0.2 % of what they have changed since the first step: of
-    equal ones it is the strategy that came first to the worst of them.
+    It is the one with the best value at its end. Values count as equal if they differ by less than 2 %, by less
+    than twice the standard error of their difference, or by less than 0.2 % of their change since the first step. Of
+    strategies with equal values, the one is taken that was the first to reach the worst of these values.
     """
     trained = [each for each in outcomes if isfinite(each.value) and not each.failed]
     if not trained:
@@ -253,7 +253,7 @@ def _first_reason(
 
 
 def _ranged(value: float, between: tuple[float, float], form: str = ".4g") -> str:
-    """Return a number in words, with the range of the runs over which it is a mean."""
+    """Return a number in words, with the range of the runs over which it is the mean."""
     if not isfinite(value):
         return "–"
     least, most = between

@@ -20,7 +20,7 @@ _LAST_SECONDS_OF_FAILING = 5.0  # likewise, where the tracker could not be reach
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """Return what an error, with which a program or a call ends, makes of its run; None is no error."""
+    """Return how a run has ended, from the error with which its program or call ended; None for no error."""
     if isinstance(error, KeyboardInterrupt):
         return "killed"
     if isinstance(error, SystemExit):
@@ -44,7 +44,7 @@ class Delivery:
         take: is given each row in order, and whether it is of the program before.
         send: passes on all rows that were taken; called again after an error.
         end: ends the run.
-        seconds: from a row to when it is passed on, with those that have come meanwhile.
+        seconds: that a row waits for others before they are passed on together.
         after: another delivery of the same tracker, whose thread is to end before.
     """
 

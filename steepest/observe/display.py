@@ -41,7 +41,7 @@ def _in_notebook() -> bool:
 
 
 class Meter:
-    """The figures of one `fit`, which begins at the time `now` (s) and will take so many steps."""
+    """The figures of one `fit`, which begins at the time `now` (s) and takes `steps` steps."""
 
     def __init__(self, now: float, steps: int) -> None:
         self.steps = steps
@@ -76,7 +76,7 @@ class Meter:
         self._last = result
 
     def _is_pause(self, gap: float) -> bool:
-        """Return whether the time since the last step is no time of a step."""
+        """Return whether the time since the last step was a pause, and no step's."""
         since, _, done = self._marks[0]
         seconds, steps = self._heard - gap - since, self.done - done
         return steps > 0 and gap > max(_WINDOW_SECONDS, _PAUSE_STEPS * seconds / steps)
@@ -117,7 +117,7 @@ def _clock(seconds: float) -> str:
 
 
 class Display(Callback):
-    """Base class of what shows a line of figures each so many `seconds`, by `clock`, and another one at the end."""
+    """Base class of displays: a line of figures every `seconds` seconds, by `clock`, and one at the end."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -207,7 +207,7 @@ class NotebookLine(Display):
             self._handle.update({"text/plain": line}, raw=True)
 
     def end(self) -> None:
-        """Leave the last line standing; the next `fit` has one of its own."""
+        """Leave the last line standing; the next `fit` begins a line of its own."""
         self._handle = None
 
 

@@ -43,7 +43,7 @@ class Sink(Protocol):
         """Return the step until which all rows were passed on; None if all that were taken are."""
 
     def close(self, how: Ending) -> None:
-        """Pass on the rows taken so far; there are no more, and the run has ended so. It raises nothing."""
+        """Pass on the rows taken so far, which are the last ones; `how` tells how the run ended. It raises nothing."""
 
 
 _RESULT = tuple(field.name for field in dataclasses.fields(StepResult))  # a page asks for each row
@@ -98,7 +98,7 @@ class History(Sequence[dict[str, Any]]):
         begun: the step from which the run continues here; 0 if it began here.
         behind: of each logger that has not passed on all rows, the step until which it has; in checkpoints.
         ended: how the last call of `fit` has ended.
-        record: what there is to know of the run beside these rows, for its page.
+        record: further rows of the run, for its page.
         reports: what loops of users' own have reported.
     """
 
@@ -225,7 +225,7 @@ class History(Sequence[dict[str, Any]]):
             self._add("epoch", last.step, system().time(), self._epoch(epoch))
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        """Add an evaluation after so many committed steps, unless there is one with the same result."""
+        """Add an evaluation after a number of committed steps, unless there is one with the same result."""
         with self._lock:
             self._take_events()
             told = dataclasses.asdict(dataclasses.replace(result, step=step))
@@ -351,11 +351,11 @@ class History(Sequence[dict[str, Any]]):
         self._written = max(self._written, number)
 
     def since(self, number: int, most: int = 1000) -> tuple[list[dict[str, Any]], int, int]:
-        """Return rows that were added after others, oldest first, without those that memory has no more.
+        """Return the rows that were added after a known one and are still in memory, oldest first.
 
         Args:
             number: of the last row that is known already, as this method returned it; 0 for none.
-            most: rows that are returned at once; there may be more.
+            most: the greatest number of rows to return; there may be more.
 
         Returns:
             The rows, the number of the last of them, and how often rows were removed so far: where

@@ -138,7 +138,7 @@ class GrowingFile:
         return self._identity != 0
 
     def is_another(self) -> bool:
-        """Return whether the file is not the one that was read, or is shorter than it was."""
+        """Return whether the file was replaced or cut since it was read."""
         try:
             with open_file(self._path) as file:
                 identity, size = _identity(file)
@@ -162,7 +162,7 @@ class GrowingFile:
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:
-    """Return which file an open one is, and how long."""
+    """Return the inode number of an open file, and its length in bytes."""
     status = os.fstat(file.fileno())
     return status.st_ino, status.st_size
 
@@ -208,7 +208,7 @@ class HistorySegments:
                 yield row
 
     def _segments(self) -> list[ObjectUrl]:
-        """Return the objects that count, in their order."""
+        """Return the objects that hold the rows, in order; older ones were replaced."""
         segments = [each for each in self._storage.files(self.path) if each.name[:6].isdecimal()]
         segments.sort(key=_number)
         first = max((i for i, each in enumerate(segments) if _ALL in each.name), default=0)
@@ -267,7 +267,7 @@ def _rows(file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _decoded(text: bytes) -> Any:
-    """Return what JSON stands for; None for what is no JSON."""
+    """Return the value of a JSON text; None if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -286,7 +286,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with null for each number that JSON does not have."""
+    """Return a value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -50,7 +50,7 @@ class JobRecord:
         self._until = _LEAST_SECONDS  # seconds of training at which the span ends
 
     def stepped(self, step: int, seconds: float, spent: Sequence[Spent]) -> None:
-        """Add what workers spent a step on, after so many seconds of training."""
+        """Add what workers spent a step on; `seconds` of training have passed since the beginning."""
         with self._lock:
             if step <= self._step:
                 self._cut(step)
@@ -72,7 +72,7 @@ class JobRecord:
                 self._end_span(seconds)
 
     def describe(self, step: int, description: Mapping[str, Any]) -> None:
-        """Add what the job is, if it is not what it was."""
+        """Add a description of the job, if it has changed."""
         with self._lock:
             if description != self._about:
                 self._about = dict(description)
@@ -94,7 +94,7 @@ class JobRecord:
                 self._written = self._number
 
     def rows(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return the rows after so many, as far as they are in memory, and how many there have been."""
+        """Return the rows after the first `since`, as far as they are in memory, and the number of all rows."""
         with self._lock:
             new = min(self._number - since, len(self._rows))
             return self._rows[len(self._rows) - new :], self._number
@@ -161,7 +161,7 @@ class JobRecord:
 
 
 def typical(values: Iterable[float]) -> float:
-    """Return the median; 0 of nothing."""
+    """Return the median; 0 if there are no values."""
     numbers = list(values)
     return statistics.median(numbers) if numbers else 0.0
 

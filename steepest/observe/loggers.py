@@ -37,7 +37,7 @@ _GROUPS = {
 
 
 class Point(NamedTuple):
-    """What a row of the history is to a logger."""
+    """A row of the history in the form that loggers take."""
 
     kind: str
     step: int
@@ -49,7 +49,7 @@ class Point(NamedTuple):
 
 
 class Logger(Callback):
-    """Base class of loggers: what a run's history has, in one run of a tracker.
+    """Base class of loggers: passes a run's history on to one run of a tracker.
 
     From the first `fit` that it is given to on, a logger passes on all rows of the history, also those
     of `step` and `evaluate` outside of `fit`, until the trainer is shut down. The run's id is in
@@ -58,8 +58,8 @@ class Logger(Callback):
     one that cannot be reached, also at the start, is tried again, with a warning.
 
     Args:
-        every: steps from one that is logged to the next.
-        seconds: after which a row is passed on, with those that have come meanwhile.
+        every: the number of steps from one logged step to the next.
+        seconds: that a row waits for others before they are passed on together.
 
     Attributes:
         key: the name under which the run's id is in checkpoints.
@@ -85,7 +85,7 @@ class Logger(Callback):
         return None
 
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Begin a run, or continue one; what it raises has it called again later.
+        """Begin a run, or continue one. If it raises, it is called again later.
 
         Args:
             run: the id of the run, which the tracker has or not; None for a new one, if `new_run` gives none.
@@ -98,11 +98,11 @@ class Logger(Callback):
         raise NotImplementedError
 
     def log(self, points: Sequence[Point]) -> None:
-        """Log points, in the order of their rows; what it raises has it called again later."""
+        """Log points, in the order of their rows. If it raises, it is called again later."""
         raise NotImplementedError
 
     def store(self) -> None:
-        """Make what was logged durable, where `log` does not; what it raises has it called again later."""
+        """Make logged points durable, if `log` does not. If it raises, it is called again later."""
 
     def finish(self, how: Ending) -> None:
         """End the run, as far as this program is concerned.
@@ -140,7 +140,7 @@ class Logger(Callback):
         history.follow(self.key, self._delivery)
 
     def on_fit_end(self, sgd: Any) -> None:
-        """Have all passed on at once."""
+        """Pass on all rows at once."""
         if self._delivery is not None:
             self._delivery.flush()
 
@@ -152,7 +152,7 @@ class Logger(Callback):
         self._begin_run(done)
 
     def _begin_run(self, done: Mapping[str, int]) -> None:
-        """Forget what was counted of another run; `done` is as of `open`."""
+        """Reset the counts for another run; `done` is what `open` returned."""
         self._points: list[Point] = []
         # by kind of row: until which step all is logged, and, but for events, the greatest step taken
         self._done: dict[str, int] = dict(done)
@@ -224,7 +224,7 @@ def _numbers(row: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
 
 
 def logged_until(step: int) -> dict[str, int]:
-    """Return that all rows until a step were logged, of a tracker that cannot be asked."""
+    """Return a logged step for each kind of row, for a tracker that cannot be asked: all until `step`."""
     return dict.fromkeys(_GROUPS, step) if step else {}
 
 
@@ -409,7 +409,7 @@ class MLflow(Logger):
         self._client.log_batch(self._run, metrics=metrics)
 
     def finish(self, how: Ending) -> None:
-        """Say that the run has ended, and how."""
+        """Tell MLflow that the run has ended, and how."""
         self._client.set_terminated(self._run, status=how.upper())
 
 
@@ -455,7 +455,7 @@ class WandB(Logger):
             self._run.log(point.values)
 
     def finish(self, how: Ending) -> None:
-        """Upload what is left, and say how the run has ended."""
+        """Upload the remaining points, and tell how the run has ended."""
         self._run.finish(exit_code=_EXIT_CODES[how])
 
 

@@ -140,5 +140,5 @@ class OpenTelemetry(Logger):
 
 
 def _sends_nothing(provider: Any) -> bool:
-    """Return whether a provider is one of the API's own, which stand where a program has set none."""
+    """Return whether a provider is one of the API's placeholders: the program has set none."""
     return type(provider).__module__.startswith(("opentelemetry.trace", "opentelemetry.metrics"))

@@ -91,7 +91,7 @@ class Reports:
         return [_means(row) for calls in of_places for row in _rows(calls)]
 
     def behind_the_last_step(self) -> dict[str, float]:
-        """Return the last means of what no step's row tells of, by name."""
+        """Return, by name, the last means that no step's row has."""
         means: dict[str, float] = {}
         for _, calls in sorted(self._calls.items()):
             left = {at: call for at, call in calls.items() if self._shown.get(at[0], -1) < at[1]}
@@ -159,7 +159,7 @@ def _rows(calls: Mapping[tuple[int, int], Reported]) -> list[dict[str, list[tupl
 
 
 def _means(row: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """Return the means by weight of values by name; plain ones where nothing weighs anything."""
+    """Return the weighted means of values, by name; plain means if all weights are 0."""
     means = {}
     for name, own in row.items():
         total = sum(weight for weight, _ in own)

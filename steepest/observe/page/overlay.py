@@ -46,7 +46,7 @@ def overlay_of(views: Sequence[RunView], names: Sequence[str], version: str = ""
 
 
 def _apart(titles: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return a label for each run: its title, or what the user calls it where titles are alike."""
+    """Return a label for each run: its title, or the user's name for it if titles are not unique."""
     alike = len(set(titles)) < len(titles)
     labels = list(names) if alike else list(titles)
     return [f"{at + 1}: {label}" if labels.count(label) > 1 else label for at, label in enumerate(labels)]  # fmt: skip
@@ -85,9 +85,9 @@ class WatchedRuns:
         return overlay_of([run.view for run in self._runs], self._names, self._version)
 
     def stacks(self) -> str:
-        """Say that there is no job to ask."""
+        """Return a sentence: there is no job to ask."""
         return self._runs[0].stacks()
 
     def log(self, process: str) -> str:
-        """Say that there is no process to ask."""
+        """Return a sentence: there is no process to ask."""
         return self._runs[0].log(process)

@@ -67,7 +67,7 @@ def _place(run: str | Path) -> tuple[StoragePlace, str]:
 
 
 def _instead(folder: StoragePlace) -> str:
-    """Return what is to be given for a folder that is no run's."""
+    """Return a hint for a folder that is no run's: what to give instead."""
     if isinstance(folder, Path) and (folder.parent / HISTORY).is_file():
         return f"{folder.parent}, the run of which it is a part"
     return "a directory of Checkpoints in which fit has kept a checkpoint, or its history.jsonl"
@@ -120,7 +120,7 @@ def _why(error: OSError) -> str:
 
 
 class WatchedRun:
-    """A run's files as a page shows them while they grow; they are read when somebody looks.
+    """A run's files as a page shows them while they grow; they are read when the page is asked for.
 
     Raises:
         ConfigurationError: see `read_run`.
@@ -144,11 +144,11 @@ class WatchedRun:
         return self.view.told(known)
 
     def stacks(self) -> str:
-        """Say that there is no job to ask."""
+        """Return a sentence: there is no job to ask."""
         return "this page shows files: a live job's own page has the stacks of its processes"
 
     def log(self, process: str) -> str:
-        """Say that there is no process to ask."""
+        """Return a sentence: there is no process to ask."""
         return "this page shows files: a live job's own page has the output of its processes"
 
     @property
@@ -170,7 +170,7 @@ class WatchedRun:
         return self._growing[name].rows() if self._growing else read_rows(self._folder, name)
 
     def _look(self) -> None:
-        """Read what is new; all, where files were written anew, or cannot be read in part."""
+        """Read new rows; read all files again if they were written anew or cannot be read in part."""
         began, view, files = time.monotonic(), self._view, self._growing
         try:
             if not files or any(file.is_another() for file in files.values()):
@@ -186,13 +186,13 @@ class WatchedRun:
         self._put_off(began)
 
     def _put_off(self, began: float) -> None:
-        """Read next after a while, and after several times as long as it took."""
+        """Delay the next read: it comes after a multiple of the time that this one took."""
         now = time.monotonic()
         self._next = now + max(self._pause, 5 * (now - began))
 
 
 def _try_to_add(view: RunView, row: Mapping[str, Any]) -> bool:
-    """Add a row; return whether it was one."""
+    """Add a row; return whether it was valid."""
     try:
         view.add(row)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -22,7 +22,7 @@ _REPEATED = re.compile(r"(\d+) steps, (\d+) samples")
 
 
 class Known(NamedTuple):
-    """What a page has already of a run: the numbers that it was told last."""
+    """The parts of a run that a page has already: the numbers that it was told last."""
 
     since: int = 0  # of buckets of the curves, the last one excepted
     revision: int | None = None  # of the curves
@@ -58,7 +58,7 @@ class RunView:
         self._bytes: list[float] = [0, 0]
 
     def forget_history(self) -> None:
-        """Forget the rows of the history, but not those of the record: all are to be added again."""
+        """Forget the rows of the history, to be added again; those of the record stay."""
         self.curves.clear()
         self._marks["evaluations"], self._marks["events"] = [], []
         self._changes += 1
@@ -66,7 +66,7 @@ class RunView:
         self._samples, self._bytes = 0, [0, 0]
 
     def follow(self, other: RunView) -> None:
-        """Take the place of another view of the run: pages that know that one are told all."""
+        """Take the place of another view of the run: pages that know the other are told everything."""
         self.curves.revision += other.curves.revision + 1
         self._changes += other._changes + 1
 

@@ -117,7 +117,7 @@ class PageServer:
         return f"http://{host}:{self.port}/#token={self._token}"
 
     def close(self) -> None:
-        """Serve no more; a second call does nothing."""
+        """Stop serving; a second call does nothing."""
         self._server.has_ended = True
         self._server.shutdown()
         self._server.server_close()
@@ -227,7 +227,7 @@ class _PageHTTPServer(ThreadingHTTPServer):
             self._refusals.log_if_due()
 
     def server_close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         super().server_close()
         self._reserve.free()
         with self._changed:
@@ -239,7 +239,7 @@ class _PageHTTPServer(ThreadingHTTPServer):
             self._refusals.add(origin_of(sock, address)[0], why)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Let a reader go that is gone; count any other error, which has ended the connection."""
+        """Ignore a reader that has disconnected; count any other error that ended the connection."""
         error = sys.exc_info()[1]
         if not isinstance(error, (ConnectionError, TimeoutError)):
             log.debug("a request for the page of a job failed", exc_info=True)
@@ -321,12 +321,12 @@ class _PageRequest(BaseHTTPRequestHandler):
         self._send(200, "application/json", json.dumps(told, separators=(",", ":")).encode())
 
     def _is_known(self) -> bool:
-        """Return whether the reader has the token; it takes equally long whatever is given."""
+        """Return whether the reader has the token; the time that this takes does not depend on the token."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(token.encode(), self.server.token.encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse a request that is none, or of another kind, and close the connection."""
+        """Refuse a malformed or unknown request, and close the connection."""
         why = message or self.responses.get(code, ("???",))[0]
         self.server.refuse(self.connection, self.client_address, f"{int(code)} {why}"[:_LONGEST])
         self.close_connection = True

@@ -20,7 +20,7 @@ class ServerTimes:
         self._found: dict[tuple[str, int], dict[str, Any]] = {}
 
     def add(self, counted: Counted) -> None:
-        """Add a look; servers that are not in it are gone."""
+        """Add a look at the counters; a server that it lacks has ended."""
         here = {}
         for process, (now, servers) in counted.items():
             for index, *sums in servers:

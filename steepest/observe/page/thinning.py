@@ -25,7 +25,7 @@ class _Bucket:
     def add(
         self, step: int, time: float, values: Mapping[str, float], sums: Mapping[str, float]
     ) -> None:
-        """Add a later step, in place: that is done for each step of a run."""
+        """Add a later step, in place, since a run has many."""
         self.step, self.time, self.steps = step, time, self.steps + 1
         for name, value in values.items():
             if not math.isfinite(value):
@@ -60,7 +60,7 @@ class Curves:
         limit: the greatest number of buckets.
 
     Attributes:
-        revision: changes when buckets that were complete are others now.
+        revision: changes when complete buckets have changed.
         width: the steps of a bucket.
     """
 
@@ -153,7 +153,7 @@ class Curves:
 
 
 def plain(value: Any) -> float | None:
-    """Return a number that JSON and sums of many like it can have, as it is; None in place of another, or of nothing.
+    """Return a number unchanged if JSON, and sums of many like it, can hold it; else None.
 
     Raises:
         ValueError: it is no number.
@@ -170,5 +170,5 @@ def plain(value: Any) -> float | None:
 
 
 def short(value: float | None) -> float | None:
-    """Return a number with six digits; None for what JSON has not."""
+    """Return a number with six digits; None for NaN and infinities, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -21,7 +21,7 @@ class WorkerTimes:
         self._best: dict[str, float] | None = None  # see `usual_times`; None where it is not known
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a span; those whose steps it has again are left out. ValueError, say: it is none."""
+        """Add a span, in place of those with the same steps; an error, such as ValueError: it is no span."""
         _check_span(row)
         while self.spans and self.spans[-1]["step"] >= row["first"]:
             self.spans.pop()
@@ -59,7 +59,7 @@ class WorkerTimes:
 
 
 def _check_span(row: Mapping[str, Any]) -> None:
-    """Check a span that comes from a file; an error of any kind that a wrong value causes: it is none."""
+    """Check a span that comes from a file; an error of any kind: it is no span."""
     shares = [[worker, *parts] for worker, parts in row["spent"].items()]
     shares = [[int(worker), *parts[1:]] for worker, *parts in shares if float(parts[0]) > 0]
     if len(shares) < len(row["spent"]):
@@ -164,7 +164,7 @@ def _compute(span: Mapping[str, Any], worker: int) -> float | None:
 
 
 def _thinned(spans: Sequence[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
-    """Return so many spans at most, each with the means of those that follow each other."""
+    """Return at most a number of spans, each with the means of successive ones."""
     together = -(-len(spans) // limit)
     if together == 1:
         return list(spans)

@@ -1,4 +1,4 @@
-"""A trace in a few sentences: where a step's time goes, who waits for whom, and what would help."""
+"""A trace in a few sentences: where a step's time goes, which worker waits for which, and what would help."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _together(trace: ParsedTrace) -> list[str]:
 
 
 def _waits(usual: Replay, seconds: float) -> list[str]:
-    """Return who is awaited most, and how long the others wait for it."""
+    """Describe the worker that is awaited most, and how long the others wait for it."""
     last = Counter(step.last for step in usual.steps)
     if not last or len(usual.steps[0].ahead) < 2:
         return []
@@ -143,14 +143,14 @@ def _waits(usual: Replay, seconds: float) -> list[str]:
 
 
 def _computing(trace: ParsedTrace) -> str:
-    """Return what helps where a step is its computation."""
+    """Return what helps if most of a step is computing."""
     if trace.nodes > 1:
         return "the step is its computation: more workers, or faster devices, shorten an epoch"
     return "the step is its computation: more workers shorten an epoch while the machine has free cores"
 
 
 def _moving(trace: ParsedTrace) -> str:
-    """Return what helps where gradients and weights take long; inside a host their bytes cross no link."""
+    """Return what helps if gradients and weights travel long; inside a host their bytes cross no link."""
     said = ["moving gradients and weights takes long:"]
     if trace.nodes > 1:
         said.append('wire_dtype="bf16" or compression=, for links between hosts;')
@@ -163,7 +163,7 @@ def _moving(trace: ParsedTrace) -> str:
 
 
 def _applying(trace: ParsedTrace) -> str:
-    """Return what helps where the update takes long; servers share it chunk by chunk."""
+    """Return what helps if the update takes long; servers share it chunk by chunk."""
     if trace.servers < trace.chunks:
         return "the update takes long: more servers share it (num_servers=)"
     counted = _counted(trace.chunks, "chunk")
@@ -251,7 +251,7 @@ def _apart(trace: ParsedTrace) -> list[str]:
 
 
 def _waiting_less(trace: ParsedTrace) -> str:
-    """Return what helps where workers wait for weights that none of them holds up."""
+    """Return what helps if workers wait for weights, and for no other worker."""
     ways = ["more servers"] if trace.servers < trace.chunks else []
     ways += ["fewer bytes (wire_dtype=, compression=)"] if trace.nodes > 1 else []
     return f"workers wait for weights: {', '.join([*ways, 'a greater staleness'])}"

@@ -87,7 +87,7 @@ class ParsedTrace:
         work: all that workers computed, by worker, in order.
         waits: seconds between two shares, by worker.
         homes: by process, the worker in it; servers in workers' processes take pushes between two steps.
-        error: the greatest error of a clock, in seconds.
+        error: the greatest error of any clock, in seconds.
         nodes: on which the job ran.
         chunks: into which what is trained is cut, as far as steps show it.
     """
@@ -124,7 +124,7 @@ def parse(path: str | Path) -> ParsedTrace:
 
 
 def makes_no_sense(path: str | Path, error: Exception) -> ConfigurationError:
-    """Return the error of a trace whose events cannot be."""
+    """Return the error for a trace with impossible events."""
     return ConfigurationError(
         f"{path} is no whole trace: an event of it makes no sense: {error!r:.200}"
     )

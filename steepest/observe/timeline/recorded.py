@@ -57,7 +57,7 @@ class NodeClock:
 
     @property
     def ahead(self) -> float:
-        """By how many seconds it was ahead at the first reading."""
+        """The seconds by which the clock was ahead at the first reading."""
         return self.readings[0].ahead if self.readings else 0.0
 
     def to_driver(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -71,7 +71,7 @@ class NodeClock:
 
 @dataclass
 class ProcessSpans:
-    """What was fetched of one process: `blocks` of spans, `lost` ones that were not fetched in time."""
+    """The spans of one process: `blocks` that were fetched, and the number `lost` because they were not in time."""
 
     name: str  # of its first role, such as "worker 0"
     node: str

@@ -46,7 +46,7 @@ class Replay:
 
 
 def as_recorded(work: Mapping[int, WorkerStep], worker: int) -> float:
-    """Return for how long a worker computed."""
+    """Return the seconds for which a worker computed, as recorded."""
     return work[worker].busy
 
 
@@ -128,7 +128,7 @@ def _needed(trace: ParsedTrace, version: VersionSpans) -> int:
 
 
 def _parts(before: VersionSpans, work: WorkerStep, busy: float) -> dict[str, float]:
-    """Return the parts that last as long as recorded, but for computing."""
+    """Return the parts other than computing, which last as long as recorded."""
     arrived = before.arrived[work.worker] - before.committed
     applied = min(before.updated - before.committed, arrived)
     others = work.loading + work.pushing
