@@ -349,6 +349,8 @@ class Cluster(JobContext):
         )
         known = {member.actor: member for member in members.values()}
         self._leaving += [one for actor, one in known.items() if actor not in actors.values()]
+        present = set(actors.values())
+        self.former += [(p, one.place) for p, one in members.items() if one.actor not in present]
         staying = {peer for peer, actor in actors.items() if actor in known}
         lives = {
             peer: members[before[peer]].life + (before[peer] in wanted.gone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
 _LEAST_SECONDS = 0.1  # of a wait, however late it begins
 _MOST_SAMPLES = 64  # of a share, in an error
+_MOST_FORMER = 16  # processes whose places stay known
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class JobContext:
         # which samples belong to which worker, and the seed, for workers that join later
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.events: list[Event] = []  # oldest first
+        # the last processes that have died or left, and where they ran
+        self.former: deque[tuple[Peer, Place]] = deque(maxlen=_MOST_FORMER)
         self.awaited: Set[Peer] = frozenset()  # the dead that are being handled
         self.signs = SignsOfLife(run_config.failure.heartbeat)
         self.unfrozen: frozenset[str] = frozenset()  # names that are to be trained, see `Job`
@@ -287,6 +291,7 @@ class JobContext:
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now."""
-        life = self.members[peer].life + 1
-        self.members[peer] = Member(actor, runtime().call(actor, "watch"), place, life)
+        before = self.members[peer]
+        self.former.append((peer, before.place))
+        self.members[peer] = Member(actor, runtime().call(actor, "watch"), place, before.life + 1)
         self.listening[peer.index] = listening

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -303,6 +304,7 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         assert told["curves"]["step"] == list(range(1, 21))
         assert told["events"] == view.told()["events"]
         assert [each["name"] for each in told["processes"]] == [p.name for p in trainer.processes()]
+        assert [each["name"].partition(" (pid")[0] for each in told["ended"]] == ["server 1"]
         assert told["live"]
         assert not told["training"]
         assert told["goal"] == 20
@@ -541,7 +543,7 @@ def test_the_output_of_a_process_is_shown_without_secrets_and_within_bounds() ->
 @pytest.mark.usefixtures("machine")
 @pytest.mark.long
 def test_a_live_page_has_the_last_lines_of_each_process() -> None:
-    """Those of a process of this machine; of one that is none it is said so."""
+    """Those of a process of this machine, also after its death; of one that is none it is said so."""
     with DistributedSGD(printing_creator, 2) as trainer:
         trainer.fit(steps=2, progress=False)
         run = LiveRun(trainer._live(), trainer._training, "run")
@@ -551,6 +553,12 @@ def test_a_live_page_has_the_last_lines_of_each_process() -> None:
             assert "hunter2" not in text
         assert run.log("server 0") == "it has printed nothing"
         assert "'worker 7' is no process of the job" in run.log("worker 7")
+        (pid,) = (each.pid for each in trainer.processes() if each.name == "worker 1")
+        os.kill(pid, signal.SIGKILL)
+        trainer.fit(steps=2, progress=False)
+        (ended,) = run.told(Known())["ended"]
+        assert ended["name"] == f"worker 1 (pid {pid})"
+        assert "made by worker 1" in run.log(ended["name"])
 
 
 def printing_creator(worker: int, device: int) -> Any:

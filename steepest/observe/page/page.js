@@ -239,9 +239,10 @@
     return made;
   };
   const drawProcesses = () => {
-    const rows = data.processes.map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–",
+    const ended = (data.ended || []).map((each) => ({ ...each, name: `${each.name}, ended`, log: each.name }));
+    const rows = [...data.processes, ...ended].map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–",
       isNumber(each.processor) ? `${Math.round(100 * each.processor)} %` : "–", isNumber(each.sent) ? `${bytes(each.sent)}/s` : "–",
-      ...(data.live ? [logButton(each.name)] : [])]);
+      ...(data.live ? [logButton(each.log || each.name)] : [])]);
     const head = ["process", "host", "node", "pid", "memory", "processor", "sends", ...(data.live ? ["output"] : [])];
     // a button that is pressed, or has the focus, stays the one that it is
     if (byId("processes").contains(document.activeElement)) return;

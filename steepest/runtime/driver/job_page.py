@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from steepest.core.messages.message import Peer
 from steepest.core.system import system
 from steepest.observe.page.addresses import KeptAddress
 from steepest.observe.page.log_text import log_text
@@ -18,7 +19,7 @@ from steepest.runtime.activity import report
 from steepest.runtime.answers_of_all import ask_all
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.driver.training import Training
-from steepest.runtime.places import MOST_LINES, fetch_last_lines
+from steepest.runtime.places import MOST_LINES, Place, fetch_last_lines
 
 log = logging.getLogger(__name__)
 _MEMORY_SECONDS = 5.0  # from one look at the processes' memory to the next
@@ -80,6 +81,10 @@ def open_page(
     return page
 
 
+def _name_of_ended(peer: Peer, place: Place) -> str:
+    return f"{peer} (pid {place.pid})"  # another process has its name now
+
+
 class LiveRun:
     """The data of a live job's page, read only on request: an open page costs nothing while no browser shows it."""
 
@@ -111,6 +116,15 @@ class LiveRun:
                 "training": self._training.running,
                 "goal": self._training.goal,
                 "processes": self._processes(),
+                "ended": [
+                    {
+                        "name": _name_of_ended(peer, at),
+                        "host": at.host,
+                        "node": at.node,
+                        "pid": at.pid,
+                    }
+                    for peer, at in list(self._cluster.former)
+                ],
                 "servers": self._servers.told(),
             }
             return self._view.told(known, span, now)
@@ -121,9 +135,9 @@ class LiveRun:
 
     def log(self, process: str) -> str:
         """Return the last lines that a process has printed."""
-        place = next(
-            (at for peer, at in self._cluster.places.items() if str(peer) == process), None
-        )
+        places = {str(peer): at for peer, at in self._cluster.places.items()}
+        places |= {_name_of_ended(peer, at): at for peer, at in list(self._cluster.former)}
+        place = places.get(process)
         if place is None:
             return f"{process!r:.60} is no process of the job now: Changes of the job says what became of it"
         return log_text(fetch_last_lines(place, MOST_LINES)) or "it has printed nothing"
