@@ -24,15 +24,15 @@ def bare_tensors(
     optimizers: Sequence[torch.optim.Optimizer],
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return what optimizers train beside the parameters of modules, in their order.
+    """Return the tensors that optimizers train beside the parameters of modules, in their order.
 
     Args:
-        modules, optimizers: that the user has given.
+        modules, optimizers: the user's, as given to `steepest.prepare`.
         tensors: that were given too; a `torch.nn.Parameter` has to be, as it could be that of a module that was
             forgotten.
 
     Raises:
-        ConfigurationError: it was forgotten, or a tensor that was given is no optimizer's.
+        ConfigurationError: such a parameter was not given, or a given tensor is no optimizer's.
     """
     known = {id(each) for module in modules for each in module.parameters()}
     trained = [each for one in optimizers for group in one.param_groups for each in group["params"]]

@@ -40,16 +40,16 @@ _listeners = threading.local()
 
 
 class CallListener(Protocol):
-    """Hears of the calls of this module that a function which trains makes."""
+    """Hears of a training function's calls of this module."""
 
     def calls(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Take note that a function is about to be called; return the arguments without names that it is to get."""
+        """Take note that a function is about to be called; return the positional arguments to call it with."""
         ...
 
     def called(
         self, name: str, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
     ) -> Any:
-        """Take note of a call that has returned; return what it is to return."""
+        """Take note that a call has ended; return the value that the caller gets."""
         ...
 
 
@@ -65,9 +65,9 @@ def told(listener: CallListener) -> Iterator[None]:
 
 
 def last_step() -> int | None:
-    """Return the number of the job's step that the calling function's last `optimizer.step()` was, from 0.
+    """Return the number, from 0, of the job's step that the calling function's last `optimizer.step()` took.
 
-    None where it was none: before the first one, outside of `steepest.run`, or where the worker passed over a step
+    None if there is none: before the first one, outside of `steepest.run`, or if the worker passed over a step
     that was committed before it came.
     """
     loop = current()
@@ -182,7 +182,7 @@ def prepare(
 def _shares(
     loop: UserLoop, data: TrainingData | None, loaders: Sequence[DataLoader[Any]], *, alike: bool
 ) -> TrainingData:
-    """Return training data of which each share is a batch of the loop's; unless steps are `alike`, one of its steps."""
+    """Return training data whose shares are the loop's batches; if steps are not `alike`, its steps."""
     if alike and data is not None and data.source is not None:
         return TrainingData(data.batch_size, EachEpochSource(data.source))
     batch_size = 1 if data is None else data.batch_size
@@ -192,7 +192,7 @@ def _shares(
 def _at_servers(
     loop: UserLoop, optimizers: Sequence[torch.optim.Optimizer], reduction: str
 ) -> tuple[list[torch.optim.Optimizer], list[tuple[int, ByClosure]]]:
-    """Return the optimizers that servers have, and those that step in each worker, with the number of theirs there."""
+    """Return the servers' optimizers, and the workers', each with the index of its stand-in on servers."""
     in_workers = steps_in_workers(optimizers)
     if in_workers and (loop.job.kind.local or not (loop.job.kind.together and reduction == "mean")):
         first = optimizers[min(in_workers)]
@@ -227,7 +227,7 @@ def _check_given(objects: Sequence[Any], known: Sequence[Any]) -> None:
 
 
 def _check_reduction(reduction: str, loaders: Sequence[DataLoader[Any]]) -> None:
-    """Check what is said of losses; else ConfigurationError."""
+    """Check the `reduction` of losses; ConfigurationError: it is not known, or does not fit the loader."""
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
     if reduction == "sum" and loaders and loaders[0].batch_size is None:
@@ -242,7 +242,7 @@ def _check_enough(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau],
 ) -> None:
-    """Check that nothing is missing; else ConfigurationError."""
+    """Check that a module, an optimizer and those of schedulers were given; ConfigurationError: one is missing."""
     for what, objects in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
         if not objects:
             raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")
@@ -348,8 +348,8 @@ def epochs(count: int, end: int | None = None) -> Iterable[int]:
     Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
 
     Args:
-        count: the number of epochs; with `end` the first one.
-        end: the number behind the last one, at least `count`.
+        count: the number of epochs; with `end`, the number of the first one.
+        end: one more than the number of the last epoch, at least `count`.
 
     Example:
         >>> list(epochs(3)), list(epochs(1, 3))
@@ -407,7 +407,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
         The norm of this worker's own gradient.
 
     Raises:
-        ConfigurationError: a part of an optimizer's parameters, or of several; no positive number; a strategy with
+        ConfigurationError: `parameters` are not all of one optimizer's; `max_norm` is not positive; or the strategy has
             backup workers.
     """
     loop = calling("clip_grad_norm_")
@@ -457,11 +457,11 @@ def rank() -> int:
 
 @_told
 def leaving() -> float | None:
-    """Return when this worker's node will be gone; None while it is to stay, and outside of `steepest.run`.
+    """Return when this worker's node will be removed; None if no removal is announced, and outside of `steepest.run`.
 
     A cloud announces it, or an administrator; the job then starts a worker elsewhere, which goes on in this one's
     place after some step. The runtime is asked once a second at most. Workers may hear of it at different steps, and
-    those of other nodes never: if all are to act on it, `gather` what each has heard.
+    those of other nodes never: to have all workers act on it, `gather` each one's value.
 
     Returns:
         The seconds of `time.time` at that moment; `math.inf` if none was said.

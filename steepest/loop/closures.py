@@ -34,19 +34,19 @@ LOADED = "loaded"
 
 
 def mark_of(optimizer: torch.optim.Optimizer) -> bool | str:
-    """Return what `SCHEDULED` of an optimizer's `step()` is in a loop: else schedulers would warn, or wrap it."""
+    """Return the value of `SCHEDULED` for a loop's `step()`, without which schedulers would warn, or wrap it."""
     loaded = any("initial_lr" in group for group in optimizer.param_groups)
     return LOADED if loaded and not hasattr(optimizer.step, SCHEDULED) else True
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's step has to be given what computes the loss."""
+    """Return whether the optimizer's `step` requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def steps_in_workers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, ByClosure]:
-    """Return, by number, those of a user's optimizers that are to step in each worker.
+    """Return, by index, the user's optimizers that have to step in each worker.
 
     Those that have parameters in common, directly or by way of others, have the same optimizer in their place.
     """
@@ -73,14 +73,14 @@ def steps_in_workers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, B
 
 
 class ByClosure:
-    """Such an optimizer, which steps in each worker, on values of the worker's own.
+    """An optimizer that steps in each worker, on the worker's own values.
 
     Args:
         optimizer: the user's.
-        updates: the optimizer that servers have in its place: it adds to the weights what they have changed by.
+        updates: the servers' stand-in for it, which adds the change of the weights to them.
 
     Attributes:
-        aside: by parameter, the values that are tried; while a step is under way, otherwise empty.
+        aside: by parameter, the values that are tried during a step; otherwise empty.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, updates: torch.optim.Optimizer) -> None:
@@ -139,12 +139,12 @@ class ByClosure:
         return loss
 
     def lay_out(self) -> None:
-        """Have parameters be the values that are tried."""
+        """Set the parameters to the values that are tried."""
         for parameter, values in self.aside.items():
             parameter.data = values
 
     def lay_aside(self) -> None:
-        """Keep the values that are tried, where others are about to use the parameters."""
+        """Keep the values that are tried, as the parameters are about to be used for something else."""
         self.aside = {parameter: parameter.data for parameter in self.aside}
 
 
@@ -154,9 +154,9 @@ def step_by_closure(
     """Return the `step` of an optimizer that evaluates the loss as often as it likes.
 
     Args:
-        loop, steps: whose optimizer it is, and the steps of its optimizers.
+        loop, steps: of the optimizer's user, and the steps of that loop's optimizers.
         by: the optimizer.
-        push: pushes what the step has left in the gradients, and returns when that is committed.
+        push: pushes the gradients as the step has left them, and returns when they are committed.
     """
 
     def step(closure: Callable[[], Any] | None = None) -> Any:

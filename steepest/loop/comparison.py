@@ -58,8 +58,8 @@ def try_strategy(
         chosen: further arguments of `steepest.run`.
 
     Returns:
-        What became of it; an error of the library's, such as that of a strategy which the function's job refuses, is
-        told there and not raised.
+        The run and how it ended; an error of the library's, such as that of a strategy which the function's job
+        refuses, is told there and not raised.
     """
     limit = _Limit(seconds)
     ended, failed = "by itself", False

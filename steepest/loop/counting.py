@@ -24,7 +24,7 @@ _entering: dict[int, UserLoop] = {}  # by thread
 
 
 class _Enumerate(enumerate[Any]):
-    """As `enumerate`, with the batches that were passed by."""
+    """As `enumerate`, counting the batches that were passed by."""
 
     _loop: UserLoop
     _before = 0

@@ -24,11 +24,11 @@ class LoopPlace(NamedTuple):
 
     Attributes:
         epoch: in which it is, from 0.
-        passes: over the loader that it has begun in that epoch, with one that it went on with; 0 before the first.
+        passes: passes over the loader that it has begun or gone on with in that epoch; 0 before the first.
         passed: passes that it has begun in all epochs.
         batch: batches, or rounds of a loop without a loader, that it has begun in all epochs.
         step: steps that it has taken in the last of these.
-        inside: whether it is at that batch, and what follows the last one of a pass; else it waits for another.
+        inside: whether it is at that batch, or behind the last one of a pass; otherwise it waits for the next one.
     """
 
     epoch: int = 0
@@ -91,14 +91,14 @@ class Cursor:
 
     Attributes:
         place: of the loop.
-        skip: steps that are committed already, of those that the loop comes to first after it was entered.
+        skip: the number of the loop's next steps that were committed before it was entered.
         before: steps committed from the first batch of the present sum of gradients up to the present batch; of other
             optimizers than that whose sum it is.
-        is_sure: whether it is known that gradients of batches before are added to, and not dropped.
+        is_sure: whether it is known that gradients of earlier batches are added to, and not dropped.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
-        samples_of_all: samples in that; 0 if unknown, as of a stream of batches.
-        is_at_last: whether that is the last one of its pass.
+        samples_of_all: the number of samples in `whole`; 0 if unknown, as with a stream of batches.
+        is_at_last: whether the present batch is the last one of its pass.
     """
 
     deals_evenly = True  # whether as many samples are dealt to the workers in the same way
@@ -138,7 +138,7 @@ class Cursor:
 
     @property
     def back(self) -> int:
-        """How many batches directly before the present one there are in the present sum of gradients."""
+        """The number of batches before the present one in the present sum of gradients."""
         return self.place.batch - self._opened.batch
 
     @property
@@ -148,13 +148,13 @@ class Cursor:
 
     @property
     def first_epoch(self) -> int:
-        """The epoch of that."""
+        """The epoch of `first_number`."""
         return self._opened.epoch
 
     # -- sums of gradients ---------------------------------------------------------------------
 
     def adds_up(self, size: int, *, holds: bool) -> bool:
-        """Note that a batch, or round, begins; return whether its gradients are added to those of batches before.
+        """Note that a batch, or round, begins; return whether its gradients are added to those of earlier batches.
 
         Args:
             size: of the job, in workers.
@@ -178,11 +178,11 @@ class Cursor:
         return self._summed_by not in (0, size)
 
     def forget_before(self) -> None:
-        """Note that no gradients of batches before are part of a later step."""
+        """Note that no gradients of earlier batches are part of a later step."""
         self._opened, self.before = self.place, 0
 
     def take_step(self) -> None:
-        """Note that a step of the present batch is committed, or that one that is was passed over."""
+        """Note that a step of the present batch is committed, or passed over because it was."""
         self.skip = max(self.skip - 1, 0)
         epoch, passes, passed, batch, step, inside = self.place
         self.place = LoopPlace(epoch, passes, passed, batch, step + 1, inside)
@@ -190,7 +190,7 @@ class Cursor:
     # -- entering ------------------------------------------------------------------------------
 
     def state(self, *, amid_sum: bool) -> dict[str, Any]:
-        """Return the place, and what is left of the data, as plain values.
+        """Return the place, and the state of the data, as plain values.
 
         Args:
             amid_sum: whether the loop waits for a batch whose gradients are added to others, and has stepped since.
@@ -283,7 +283,7 @@ class Cursor:
         return plan.position(self.place.batch).ranges[0][0] // plan.global_batch
 
     def steps_left(self, epochs: int, size: int) -> int | None:
-        """Return how many steps are to come in so many epochs if each batch has one; None if unknown."""
+        """Return how many steps are left, of `epochs` epochs in all, if each batch has one; None if unknown."""
         place = self.place
         if self._source is None:
             return None if self.has_loader else max(epochs - place.batch, 0)
@@ -320,7 +320,7 @@ class Cursor:
         self.place = self.place._replace(passes=1)
 
     def end(self, epochs: int) -> None:
-        """Note that all epochs are over: a loop that begins here has nothing to do again."""
+        """Note that all epochs are over: a loop that begins here has nothing to do."""
         self.place = self.place._replace(epoch=epochs, passes=0, inside=False)
 
     def has_more(self, size: int) -> bool:
@@ -361,7 +361,7 @@ class Cursor:
         return self._reader.read(plan, _BatchReading(step, rank, size))
 
     def load_ahead(self, rank: int, size: int, seed: Callable[[int], None]) -> None:
-        """Load the next batch of the pass before the loop asks for it; what raises does so where it does.
+        """Load the next batch of the pass before the loop asks for it; an error is raised when it does.
 
         Args:
             rank, size: of the worker, and the job.

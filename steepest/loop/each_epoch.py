@@ -43,7 +43,7 @@ class EachEpochSource:
         inner: the source of the data.
 
     Attributes:
-        inner: the same; another one where the user's function has begun anew, and made its data once more.
+        inner: the same; replaced when the user's function begins anew and makes its data once more.
     """
 
     each_epoch = model_seeds = True  # see `steepest.core.data.protocol.Source`

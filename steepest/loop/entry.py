@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LoopEntry:
-    """The way of a loop from its function's beginning to where a state is of.
+    """The way of a loop from the beginning of its function to the place of a state.
 
     Where workers have shares of their own, one that joins while others gather behind a step or an epoch goes through
     its last batch again, whose steps and reports do not count: it stands in.
@@ -27,8 +27,8 @@ class LoopEntry:
 
     Attributes:
         arriving: the state, until the loop is where it is of; None without one.
-        resumed: which settings of the script are others than those of the checkpoint, in words.
-        passed_by: batches of passes that the loop has entered behind them.
+        resumed: a description of the script's settings that differ from the checkpoint's.
+        passed_by: the number of batches that the loop has passed by, entering a pass behind them.
         amid_pass: the number of the pass that it has entered in the middle; 0 for none, or if that was told.
         stands_in: whether it goes through a batch that does not count.
     """
@@ -53,14 +53,14 @@ class LoopEntry:
             loop.gatherer.gatherings.restore(gathered)
 
     def pass_by(self, batches: int) -> None:
-        """Note that the loop enters a pass behind so many of its batches."""
+        """Note that the loop enters a pass behind a number of its batches."""
         self.passed_by += batches
         counting.end(self._loop)
 
     # -- where all workers go through the same batches -----------------------------------------
 
     def enter_epoch(self, cursor: Cursor, state: dict[str, Any], first: int) -> None:
-        """Go to the epoch in which others are, and set what they had at its beginning.
+        """Go to the epoch of the other workers, and set the values that they had at its beginning.
 
         Args:
             cursor: of the loop.
@@ -86,7 +86,7 @@ class LoopEntry:
             self._set_by_hand({**top["set"], "kept": kept_at(top)}, settings=state["settings"])
 
     def come_to_place(self, cursor: Cursor) -> None:
-        """Set what others have where they are, now that the loop has come to their batch."""
+        """Set the other workers' values, now that the loop has come to their batch."""
         assert self.arriving is not None
         if cursor.skip:
             self._set_by_hand(self.arriving["entry"], settings=self.arriving["settings"])
@@ -96,7 +96,7 @@ class LoopEntry:
     # -- where each worker has shares of its own -----------------------------------------------
 
     def begin_to_stand_in(self, state: Mapping[str, Any]) -> None:
-        """Go to the end of a step, or of an epoch, where other workers gather; the state is taken there."""
+        """Go to the end of a step, or of an epoch, where other workers gather, and take their state there."""
         self.stands_in = True
         self._loop.batches.epoch = state["epoch"]
         self._loop.job.arrive(state["step"])
@@ -134,7 +134,7 @@ class LoopEntry:
     # -- states --------------------------------------------------------------------------------
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Set what has arrived, now that all is there of which it is the state."""
+        """Set the state that has arrived, now that all objects are there."""
         loop, prepared = self._loop, self._loop.prepared
         self.arriving = None
         loop.steps.lacks_batches = True
@@ -169,7 +169,7 @@ class LoopEntry:
     def _set_by_hand(
         self, state: Mapping[str, Any], *, settings: Mapping[str, Any], kept: bool = True
     ) -> None:
-        """Set what loops set by hand: what optimizers' groups and schedulers have, and what is `kept`.
+        """Set the values that loops set by hand: those of optimizers' groups and schedulers, and what is `kept`.
 
         Args:
             state: with these.

@@ -69,7 +69,7 @@ class Gatherer:
 
     @property
     def _seat(self) -> LoopSeat:
-        """The seat by which the loop takes part, as far as it knows."""
+        """The loop's own seat, as far as it knows."""
         return LoopSeat(self._loop.job.rank, self._loop.job.size, self.gatherings.drops)
 
     # -- for the worker's thread ---------------------------------------------------------------
@@ -211,7 +211,7 @@ class Gatherer:
         return joined(value, parts, self.order, loop.job.rank, follow)
 
     def total(self, number: float) -> float:
-        """Return the sum over all workers of a number, for which each of them asks at the same place."""
+        """Return the sum of a number over all workers; each of them calls this at the same place."""
         loop = self._loop
         if loop.passes_by:
             return number
@@ -221,7 +221,7 @@ class Gatherer:
         return math.fsum(float(unpack(part)["leaves"][0]) for part in parts)
 
     def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
+        """Return the sum of all workers' gradients of gathered rows, weighted as their losses are in the mean."""
         weight = 1.0 if self._loop.prepared.sums else self._loop.weights.present
         wide = gradient.to(sum_dtype(gradient.dtype))
         own = wide * weight if weight else torch.zeros_like(wide)
@@ -233,9 +233,9 @@ class Gatherer:
     def average(
         self, loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter | torch.Tensor]
     ) -> torch.Tensor:
-        """Return the mean of all workers' losses by weight, and leave those of gradients in the parameters.
+        """Return the weighted mean of all workers' losses, and leave the means of their gradients in the parameters.
 
-        One that has a gradient on no worker has none behind it either.
+        A parameter without a gradient on any worker has none afterwards.
         """
         place, weight = self._place(), self._loop.weights.present
         if self._loop.job.size == 1:

@@ -56,13 +56,13 @@ class LoopSeat(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheringParts:
-    """What a loop asks for that gathers: the parts of all workers.
+    """A request of a loop that gathers: for the parts of all workers.
 
     Attributes:
         place: of the gathering.
         own: this worker's part.
-        seat: as whom it asks.
-        steps: that the loop has taken by then, and one more; 0 where that is not known.
+        seat: the numbers by which the loop takes part.
+        steps: one more than the number of steps that the loop has taken by then; 0 if unknown.
     """
 
     place: GatheringPlace
@@ -104,7 +104,7 @@ class Gatherings:
         self._ended = False  # whether the loop has ended
 
     def meet(self, member: MemberCollective, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """Send to other workers from now on over a collective, and tell them what is known here."""
+        """Use a collective from now on, and send the other workers all parts that are known here."""
         before = self._member
         if before is not None and (before.rank, before.size) != (member.rank, member.size):
             self.drop()
@@ -146,7 +146,7 @@ class Gatherings:
 
     @property
     def seat(self) -> LoopSeat | None:
-        """As whom the worker takes part now; None before it knows the others."""
+        """The worker's present seat; None before it knows the other workers."""
         member = self._member
         return None if member is None else LoopSeat(member.rank, member.size, self.drops)
 
@@ -161,7 +161,7 @@ class Gatherings:
         self.answer()
 
     def found(self, wanted: GatheringParts) -> list[torch.Tensor] | None:
-        """Return all parts by rank; None where some have not come."""
+        """Return all parts by rank; None if some have not arrived."""
         self._send_late()
         parts = self.parts.get(wanted.place, {})
         if len(parts) < wanted.seat.size:
@@ -170,7 +170,7 @@ class Gatherings:
         return [part for _, part in sorted(parts.items())]
 
     def wait(self, wanted: GatheringParts) -> None:
-        """Return when all parts are here; what ends the wait is raised."""
+        """Return when all parts are here; raise the error that ends the wait."""
         assert self._wait is not None
         self._wait(lambda: self.found(wanted) is not None)
 
@@ -460,14 +460,14 @@ def _check_same(everything: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _kind(rows: Any) -> str:
-    """Return in words what `as_rows` returned; None for a leaf that a worker has not given."""
+    """Return a description of what `as_rows` returned; None for a leaf that a worker has not given."""
     if rows is None:
         return "nothing"
     return "a list or a text" if is_column(rows) else "a tensor or a number"
 
 
 def requires_gradient(leaf: Any) -> bool:
-    """Return whether a gradient is to go through what is gathered of a leaf."""
+    """Return whether gradients flow through the gathered rows of a leaf."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 

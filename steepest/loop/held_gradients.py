@@ -22,10 +22,10 @@ class _OfOptimizer:
     """The gradients of one optimizer.
 
     Attributes:
-        optimizer: whose they are.
+        optimizer: the optimizer.
         left: those that its last step has left.
         at_batch: those that were there when the batch began, for a later step.
-        anew: those that were computed by weights that later steps have made.
+        anew: those that were computed with the weights of later steps.
         drops: whether its last step was made of other tensors than were there when the batch began; None where that is
             not known yet.
     """
@@ -100,7 +100,7 @@ class HeldGradients:
         return any(each.drops is False for each in self._every)
 
     def note_computed_anew(self) -> None:
-        """Note that present gradients were computed by weights that later steps have made."""
+        """Note that the present gradients were computed with the weights of later steps."""
         for each in self._every:
             each.anew = _marks(each.optimizer)
 

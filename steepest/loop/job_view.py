@@ -67,7 +67,7 @@ class JobView:
         return self.asked is not None
 
     def see(self, where: Where) -> None:
-        """Note what the place of a step says of the epoch after it."""
+        """Note the epoch of the job's next step, from the place of a step."""
         if where.epoch is not None:
             # a step of leased shares may have a further one for this worker
             over = where.is_last and not (where.has_more or where.leased)
@@ -81,5 +81,5 @@ class JobView:
         self.see(where)
 
     def arrive(self, steps: int) -> None:
-        """Note that the loop is where so many steps are committed."""
+        """Note that the loop is at the place where a number of steps are committed."""
         self.passed, self.committed = steps, max(self.committed, steps)

@@ -20,7 +20,7 @@ _LENGTH = (
 
 
 class Kept:
-    """What a user keeps with the job's state, each an attribute, which may be set."""
+    """The objects and values that a user keeps with the job's state, as attributes, which may be set."""
 
     __slots__ = ("__dict__", "_large")
 
@@ -40,7 +40,7 @@ class Kept:
         """Return the states of all objects, and the values; without `objects` small ones alone, as copies.
 
         Raises:
-            ConfigurationError: a value has come to have something in it that cannot be kept.
+            ConfigurationError: a value now contains something that cannot be kept.
         """
         if not objects:
             small = {name: self._copy_of(name, value) for name, value in vars(self).items()}
@@ -63,12 +63,12 @@ class Kept:
         return None
 
     def states(self) -> dict[str, Any]:
-        """Return what `state` leaves out without `objects`."""
+        """Return the part of the state that `state` leaves out without `objects`."""
         whole, small = self.state(), self.state(objects=False)
         return {name: state for name, state in whole.items() if name not in small}
 
     def load(self, state: Mapping[str, Any], find: FindClass) -> None:
-        """Set what `state` returned, in place where that can be; what has another name now is left out.
+        """Set what `state` returned, in place where possible; names that no longer exist are ignored.
 
         Args:
             state: by name.

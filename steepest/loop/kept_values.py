@@ -177,12 +177,12 @@ def copied(form: Form) -> Form:
 
 
 def is_small(value: Any) -> bool:
-    """Return whether a value is so small that it may be copied before each step."""
+    """Return whether a value is small enough to be copied before each step."""
     return _size(value, _SMALL) <= _SMALL
 
 
 def _size(value: Any, most: int) -> int:
-    """Return about how many bytes a value has; some number above `most`, where they are more."""
+    """Return the approximate size of a value in bytes; if it exceeds `most`, any number above `most`."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.nbytes
     if isinstance(value, (str, bytes, bytearray)):
@@ -205,7 +205,7 @@ def _size(value: Any, most: int) -> int:
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
-    """Return the members of a set, those of one kind in their order, so that all workers have the same."""
+    """Return the members of a set, those of one type sorted, so that all workers have one order."""
     return sorted(
         values,
         key=lambda each: (type(each).__name__, each if isinstance(each, (int, float, str)) else 0),
@@ -253,7 +253,7 @@ def _restored_dict(form: Form, old: Any, path: str, find: FindClass) -> Any:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return whether all that an object is are its attributes: a class of plain Python without a state of its own."""
+    """Return whether an object has no state but its attributes: its class is plain Python."""
     kind: Any = type(value)
     of_classes = {name for each in kind.__mro__[:-1] for name in vars(each)}
     own = {"__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__slots__"} & of_classes

@@ -53,7 +53,7 @@ class TrainingLoader(PreparedLoader):
         super().__init__(loader, _loop=loop, _samples=samples, _whole=whole)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches of a pass; at the beginning those that are left of it."""
+        """Yield this worker's batches of a pass; of the first pass, those that are left."""
         return _Batches(self._loop)
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class EvaluationLoader(PreparedLoader):
         loop: of the worker's function.
 
     Raises:
-        ConfigurationError: it has data without a length, or a sampler of its own that does not say its samples.
+        ConfigurationError: its data have no length, or its own sampler does not tell its samples.
     """
 
     loader: DataLoader[Any]
@@ -144,7 +144,7 @@ class EvaluationLoader(PreparedLoader):
             yield loop.on_device(batch)
 
     def _places(self, count: int) -> Any:
-        """Return which sample is the first of a pass, which the second and so on: the same on all workers."""
+        """Return the samples of a pass in their order, which is the same on all workers."""
         if isinstance(self.loader.sampler, SequentialSampler):
             return np.arange(count)
         place, (last, before) = self._loop.place_number, self._passes

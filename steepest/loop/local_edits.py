@@ -27,8 +27,8 @@ class LocalEdits:
     their values are kept: after 1, 2, 4, 8 and so on of those in which they have changed.
 
     Attributes:
-        keeps: whether `keep` is to be called in the present step.
-        is_found: whether the loop does so.
+        keeps: whether the present step has to call `keep`.
+        is_found: whether the loop changes its gradients by more than a constant factor.
     """
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ def _factor(was: torch.Tensor, now: torch.Tensor) -> float | None:
 
 
 class EditWarnings:
-    """Warns a loop once that changes its gradients, where each worker has those of its own samples alone.
+    """Warns a loop once if it changes gradients: each worker has those of its own samples alone.
 
     Args:
         loop: that changes them.
 
     Attributes:
-        are_made: whether it does so between its backward passes and its steps, see `LocalEdits`.
-        are_told: whether it was warned, or of clipping by torch's functions.
+        are_made: whether the loop changes gradients between its backward passes and its steps, see `LocalEdits`.
+        are_told: whether the loop was warned of that, or of clipping by torch's functions.
         epoch: the last one in which hooks of parameters were looked for; -1 before.
     """
 

@@ -8,14 +8,14 @@ from steepest.observe.reports import CALLS_OF_PLACE, Reported
 
 
 class LoopReports:
-    """What a loop has reported, until the driver has it: with a committed step, or when it asks between two steps.
+    """The reports of a loop until the driver has them: with a committed step, or when it asks between two steps.
 
     A report's number says the place of the loop, which is the same on all workers, and which of the calls there it is.
-    So what all workers say at one place is put together.
+    So the reports of all workers from one place are put together.
 
     Attributes:
         fresh: what was reported since the last step.
-        since: what the batches weigh since each name was reported last; "" for those that were not.
+        since: the weight of the batches since each name was last reported; under "", since the loop began.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LoopReports:
         return number
 
     def add(self, number: int, values: Mapping[str, float]) -> None:
-        """Take what a call has said, which weighs as the batches since its names were reported last."""
+        """Take the values of a call, whose weight is that of the batches since its names were last reported."""
         weights = {name: self.since.get(name, self.since[""]) for name in values}
         self.since |= dict.fromkeys(weights, 0.0)
         if number >= self._first:
@@ -63,14 +63,14 @@ class LoopReports:
             self.fresh |= values
 
     def count(self, weight: float) -> None:
-        """Note that the present batch weighs so much, or so much more."""
+        """Add the weight of the present batch, or its change."""
         for name in self.since:
             self.since[name] += weight
 
     # -- on their way --------------------------------------------------------------------------
 
     def take_fresh(self) -> dict[str, float]:
-        """Return what was reported since this was called before, or since the last step."""
+        """Return the reports since the last call of this method, or since the last step."""
         fresh, self.fresh = self.fresh, {}
         return fresh
 

@@ -1,4 +1,4 @@
-"""The states of a user's own loop: what another worker needs to go on from where the loop is."""
+"""The states of a user's own loop: what another worker needs to go on from the loop's place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BegunRound:
         step: of the job.
         state: of the loop where it takes the first batch, as `pack` returns it.
         buffers: of the model there.
-        said: the number of reports that pushes of rounds before have carried.
+        said: the number of reports that the pushes of earlier rounds have carried.
     """
 
     number: int
@@ -40,10 +40,10 @@ class BegunRound:
 
 
 class Rounds:
-    """Where a loop is in rounds of own updates: the last one, and the one before while that may have to be undone too.
+    """The rounds of own updates that a loop is in: the last one, and the one before while that may have to be undone.
 
     Attributes:
-        begun: of these, those that are not known to be decided on.
+        begun: the rounds that are not known to be decided on.
         said: the number of reports that the last push has carried.
     """
 
@@ -82,7 +82,7 @@ class Rounds:
         return self.take(lambda each: each.step >= step)
 
     def take(self, is_undone: Callable[[BegunRound], bool]) -> BegunRound | None:
-        """Return the first of the rounds that are undone, and forget about these; None if there are none."""
+        """Return the first of the rounds that are undone, and forget them; None if there are none."""
         first = next((each for each in self.begun if is_undone(each)), None)
         self.begun = [each for each in self.begun if not is_undone(each)]
         return first
@@ -109,8 +109,8 @@ class LoopStates:
     Attributes:
         tops: by epoch, what the loop had when it entered that, see `open_epoch`; of the epochs in which a worker may
             have to begin.
-        kept: what the user keeps; None without that.
-        settings: what the script has set of its optimizers and schedulers; None before `prepare`.
+        kept: the objects that the user keeps; None if there are none.
+        settings: the script's settings of optimizers and schedulers; None before `prepare`.
         rounds: where the loop is in rounds of own updates.
     """
 
@@ -128,7 +128,7 @@ class LoopStates:
         self._end: torch.Tensor | None = None  # see `hold_end`
 
     def state(self) -> dict[str, Any]:
-        """Return what the loop has to go on with elsewhere, see `load`."""
+        """Return the state with which the loop goes on elsewhere, see `load`."""
         begun = self.begun
         if self._loop.entry.arriving is not None:
             return self._loop.entry.arriving if begun is None else unpack(begun.state)
@@ -365,6 +365,6 @@ class LoopStates:
 
 
 def kept_at(top: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a user kept where a loop entered an epoch, see `LoopStates.open_epoch`."""
+    """Return the user's kept objects as they were when a loop entered an epoch, see `LoopStates.open_epoch`."""
     objects = {} if top["objects"] is None else unpack(top["objects"])
     return {**objects, **top["set"]["kept"]}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _AtPrepare(NamedTuple):
-    """What `prepare` was given, by which later changes are known."""
+    """The objects given to `prepare`, to notice later changes."""
 
     groups: list[list[int]] = []  # ids of the parameters of all optimizers' groups
     stepped_by: list[set[int]] = []  # the same by optimizer
@@ -52,7 +52,7 @@ class _AtPrepare(NamedTuple):
 class _FirstGradient:
     """Whether a worker has had a gradient in a step; before that, the parameters and their values in its first step.
 
-    In a single step it may lack one that others have: of a batch with nothing to learn from.
+    In a single step it may lack one that others have, as after a batch with nothing to learn from.
 
     Attributes:
         is_here: whether it has had one.
@@ -87,7 +87,7 @@ class LoopSteps:
         unseen: writes to gradients that torch does not count.
         changed: right behind a step, by parameter group: what differs from the optimizer as `prepare` was given it.
         lacks_batches: whether the loop was entered where others may have taken batches of their next step.
-        clips: by optimizer, that of its next step.
+        clips: by optimizer, the clipping of its next step.
         is_left_out: whether that step's update was left out.
         last: the number of the job's step that the last call was, from 0; None where it was passed over.
         stepping: ids of the parameters of the optimizer that steps, or stepped last.
@@ -118,7 +118,7 @@ class LoopSteps:
         self._first = _FirstGradient()
 
     def take_over(self, prepared: Prepared) -> None:
-        """Have what the user calls of optimizers be done here."""
+        """Redirect the user's calls of optimizers to this object."""
         has_rows = self._has_rows if prepared.model.tables else None
         self.held = HeldGradients(prepared.optimizers, has_rows)
         self.schedules = Schedules(self._loop, prepared.schedulers)
@@ -145,7 +145,7 @@ class LoopSteps:
         return bool(self._loop.prepared.model.rows.has_gradients)
 
     def _refuse_group(self, name: str, param_group: Mapping[str, Any]) -> None:
-        """Refuse parameters that an optimizer gets after `prepare`: say what to do in place of it."""
+        """Refuse parameters that an optimizer gets after `prepare`, with an error that says what to do instead."""
         params = param_group["params"]
         named = self._loop.prepared.model.names_of(
             [params] if isinstance(params, torch.Tensor) else params
@@ -296,7 +296,7 @@ class LoopSteps:
             )
 
     def _digest(self, index: int) -> StepDigest:
-        """Return what all workers' loops are to have in common in the step of an optimizer."""
+        """Return the values in which all workers' loops have to agree in the step of an optimizer."""
         loop = self._loop
         cursor, taken, passes = (
             loop.prepared.cursor,
@@ -338,7 +338,7 @@ class LoopSteps:
         return self.read_state()  # another one than before, where the job's processes have changed
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
-        """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
+        """Have the mean gradient of all workers clipped by its norm; return the norm of this worker's gradient."""
         prepared = self._loop.prepared
         clipped = {id(parameter) for parameter in parameters if parameter.requires_grad}
         if prepared is not NOTHING:  # rows in weights have an optimizer of their own
@@ -401,7 +401,7 @@ class LoopSteps:
 
     @property
     def factor(self) -> float:
-        """By what a step's gradients are multiplied, for the update that is their mean by samples to be the sum."""
+        """The factor of a step's gradients that makes their mean by samples the sum over samples."""
         loop = self._loop
         together = loop.prepared.cursor is not None
         samples, whole = (
@@ -420,7 +420,7 @@ def _groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """Do what torch's `zero_grad` does, which takes 0.1 ms for a profiler that mostly does not run."""
+    """Do the same as torch's `zero_grad`, without the 0.1 ms that it spends on a profiler."""
     if not set_to_none or torch._C._autograd._profiler_enabled():
         torch.optim.Optimizer.zero_grad(optimizer, set_to_none)
         return

@@ -73,7 +73,7 @@ class _Key(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What was seen of a batch's losses."""
+    """The losses of a batch, as they were seen."""
 
     samples: int
     passes: int  # backward passes
@@ -97,7 +97,7 @@ class LossLooks:
         self._passes = self._seen = 0
 
     def begin(self, epoch: int, samples: int) -> None:
-        """Begin with a batch, of so many samples on this worker."""
+        """Begin with a batch that has a number of samples on this worker."""
         if self._epoch is None:
             self._epoch = epoch
         self._batches += 1

@@ -209,7 +209,7 @@ class LoopModel(TorchModel):
             optimizer.state = own
 
     def forget_gathered(self) -> None:
-        """Drop what was gathered and may be another thing where it is gathered again, see `Model`."""
+        """Drop gathered values, which may differ when they are gathered again, see `Model`."""
         if self.loop.prepared.cursor is None:
             self.loop.gatherer.gatherings.drop()
         else:  # the same is gathered again, by the same samples; and a loop that goes on from here has no other
@@ -221,7 +221,7 @@ class LoopModel(TorchModel):
         return frozenset(name for name in frozen if self._parameters[name].requires_grad)
 
     def _unfreeze(self, names: Iterable[str]) -> None:
-        """Leave it to the loop which parameters require a gradient: on another worker it may be at another place."""
+        """Check that the optimizer has these parameters; the loop itself decides which of them require a gradient."""
         if unknown := set(names) - self.optimizer_spec.trainable():
             raise ModelError(
                 f"parameter {min(unknown)!r} was unfrozen before, and the optimizer that the function makes now leaves "
@@ -297,7 +297,7 @@ class LoopModel(TorchModel):
         return result
 
     def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:
-        """End a turn; return in words what the loop has done to a parameter, or None."""
+        """End a turn; return a description of the loop's change of a parameter, or None."""
         replaced = self._places.replaced()
         if self.loop.steps.trying is not None:
             self.loop.steps.trying.lay_aside()
@@ -602,14 +602,14 @@ class LoopCreator:
 
     @property
     def name(self) -> str:
-        """What is run, for errors: a script's file, or the name of a function."""
+        """A name for errors: a script's file, or the name of the function."""
         if isinstance(self.function, UserScript):
             return os.path.basename(self.function.path)
         return f"the function {name_of(self.function)}"
 
     @property
     def building(self) -> str:
-        """What workers do before there is a model, for errors."""
+        """What workers do before there is a model, in words, for errors."""
         return f"run {self.name} up to steepest.prepare()"
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:

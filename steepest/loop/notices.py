@@ -1,4 +1,4 @@
-"""What a loop hears of its node's end."""
+"""Notices that a worker's node will be removed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Seen = tuple[torch.Tensor, torch.Tensor | None, int]
 
 
 class _WatchedBatch(NamedTuple):
-    """What is known of a batch that is watched, see `Overlap.begin`."""
+    """The state of a batch that is watched, see `Overlap.begin`."""
 
     weights: StepWeights
     unseen: Unseen
@@ -75,14 +75,14 @@ class Overlap:
         self.edits = LocalEdits()
 
     def hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Return what is to be called when an entry's gradient was accumulated, which leaves by a view."""
+        """Return a hook for an entry, called when its gradient was accumulated; the gradient leaves by a view."""
         return functools.partial(self._accumulated, index, view)
 
     def begin(self, weights: StepWeights, unseen: Unseen, leave: Leave | None) -> None:
         """Watch gradients while the user's function goes on with a batch.
 
         Args:
-            weights: what the batch weighs.
+            weights: of the batch.
             unseen: notes writes that torch does not count.
             leave: lets a gradient leave; None where none may.
         """
@@ -144,9 +144,9 @@ class Overlap:
             self._is_wrong, self._error = True, error
 
     def left(self, weight: float | None) -> Collection[int] | None:
-        """Return the entries whose gradients have left and have not changed since; None: take all of them back.
+        """Return the entries whose gradients have left and not changed since; None if all have to be taken back.
 
-        What letting them leave raised is raised.
+        Raises what letting them leave has raised.
 
         Args:
             weight: of the step; None where the function has taken none.

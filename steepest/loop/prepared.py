@@ -1,4 +1,4 @@
-"""What a user has given to `prepare`, and what passes between their loop and the engine."""
+"""The objects given to `prepare`, and what a user's loop and the engine hand to each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steepest.observe.reports import Reported
 
 
 class Ask(enum.Enum):
-    """What the user's thread asks for when it gives the turn to the worker's."""
+    """A request of the user's thread when it gives the turn to the worker's thread."""
 
     BEGIN = "the job, after prepare()"
     BATCH = "the next batch"
@@ -41,12 +41,12 @@ class TakenBatches:
     Attributes:
         pending: a batch, or with `sees_all_batches` a step of the job, that the engine has given and the loop has yet
             to take.
-        taken: the last one that it took.
-        stepped: whether that one's step was taken.
+        taken: the last batch that it took.
+        stepped: whether the step of that batch was taken.
         count: how many batches the loop has taken.
         wanted: the number of epochs that the loop wants in all; None before it has come to them.
         epoch: in which it is.
-        left: through which it has gone last; -1 before the first.
+        left: the last epoch that it has finished; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class Progress:
 
     Attributes:
         ended: whether it has returned.
-        epochs: that it wants in all; None where it has not entered `epochs` yet.
+        epochs: the number of epochs that it wants in all; None before it has entered `epochs`.
         sees_all_batches: whether all workers go through the same batches, so that it counts epochs itself.
-        reports: since this was asked for the last time.
-        steps: that are to come if each batch has one; None if unknown.
-        resumed: which settings of the script are others than those of the checkpoint, in words.
+        reports: those since the last request.
+        steps: the number of steps left if each batch has one; None if unknown.
+        resumed: a description of the script's settings that differ from the checkpoint's.
     """
 
     ended: bool
@@ -81,16 +81,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a user has given to `prepare`.
+    """The objects that a user has given to `prepare`.
 
     Attributes:
-        model: made of it, for the worker; a `steepest.core.models.protocol.Model`.
-        optimizers: that servers have.
-        schedulers: that it steps too.
+        model: the worker's model made of them, a `steepest.core.models.protocol.Model`.
+        optimizers: those that run on servers.
+        schedulers: those of all optimizers.
         cursor: where the loop is; None where workers have shares of their own.
-        closures: those that step in each worker, with the number of what servers have in their place.
-        given: what `prepare` was given, and has returned.
-        sums: whether losses add up samples; their gradients over workers are to be added up too.
+        closures: the optimizers that step in each worker, with the indices of their stand-ins on servers.
+        given: the arguments of `prepare`, which it has returned.
+        sums: whether losses, and so gradients over workers, are sums over samples.
         enter: called with the number of each epoch that the loop enters, before it reads of its data.
     """
 
@@ -112,7 +112,7 @@ class Prepared:
         return [{**group, WHICH: i} for i, each in several for group in each.param_groups]
 
     def set_groups(self, changed: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer's groups the hyperparameters that they were made with, but for the changed ones."""
+        """Set the optimizer's groups to the hyperparameters that they were made with, except the changed ones."""
         spec = self.model.optimizer_spec
         groups = [group for each in self.optimizers for group in each.param_groups]
         for (_, own), now, group in zip(spec.groups, changed, groups, strict=True):

@@ -73,7 +73,7 @@ class Projected(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step the optimizer, and project what it has updated; a closure is not called."""
+        """Step the optimizer, and project the parameters that it has updated; a closure is not called."""
         take_step(self._own)
         parameters = (p for group in self._own.param_groups for p in group["params"])
         for name, parameter in zip(self._names, parameters, strict=True):

@@ -57,7 +57,7 @@ class _StopsAtTheEnd(Callback):
         self.first: int | None = None  # of such steps without others after them
 
     def on_step(self, sgd: Any, result: StepResult) -> None:
-        """Stop after a step without samples; one of which all that was known died with the coordinator is none."""
+        """Stop after a step without samples; a step whose statistics died with the coordinator does not count."""
         if result.samples or not result.timings:
             self.first = None
             return
@@ -168,7 +168,7 @@ def _end(history: History, first: int | None) -> None:
 
 @dataclass(frozen=True)
 class _LoopNeeds:
-    """What the workers' functions need next: so many epochs in all, or steps that they count themselves."""
+    """The needs of the workers' functions: a number of epochs in all, or steps that they count themselves."""
 
     epochs: int
     sees_all_batches: bool

@@ -84,7 +84,7 @@ class UserScript:
 
     @property
     def name(self) -> str:
-        """What it is called in titles: the module, or the file without its directories."""
+        """The name for titles: the module, or the file without its directories."""
         return self.module or os.path.basename(self.path)
 
     def _find_neighbours(self) -> None:

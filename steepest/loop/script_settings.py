@@ -1,4 +1,4 @@
-"""What a script has set of its optimizers and schedulers: one that is changed, and goes on, has its own settings.
+"""The settings of a script's optimizers and schedulers, which hold if a changed script goes on from a checkpoint.
 
 A run that goes on from a checkpoint has the place of that, in the data and in its schedules, and the settings of the
 script: learning rates, weight decay, schedules and their lengths, epochs. Where they differ, schedules are as if they
@@ -34,7 +34,7 @@ class ScriptSettings:
     """The settings of one script, as they are in `prepare`.
 
     Args:
-        prepared: what it has given there.
+        prepared: the arguments of its `prepare`.
 
     Attributes:
         state: these, as plain values; "epochs" are those that it wants, None before it has said so.
@@ -56,12 +56,12 @@ class ScriptSettings:
         state: Mapping[str, Any],
         steps: Sequence[Callable[[], None]],
     ) -> str:
-        """Set what optimizers' groups and schedulers have at the place of a state; return what is another, in words.
+        """Set optimizers' groups and schedulers to their values at the place of a state; describe the changed settings.
 
         Args:
-            begun: the settings of the script of which the state is.
+            begun: the settings of the script that made the state.
             state: with "groups" and "schedulers".
-            steps: what steps each scheduler once.
+            steps: functions that step each scheduler once.
 
         Raises:
             ConfigurationError: there are other schedulers, or one that is over by then.
@@ -141,7 +141,7 @@ class ScriptSettings:
             ) from error
 
     def _told(self, begun: Mapping[str, Any], stays: Sequence[Mapping[str, Any]], made: Any) -> str:
-        """Return what the script has now in place of what the checkpoint's had, in words; empty if that is the same."""
+        """Describe the script's settings that differ from those of the checkpoint's script; empty if there are none."""
         own, differences = self.state, []
         for number, (now, before) in enumerate(zip(own["groups"], begun["groups"], strict=True)):
             of_group = f" of group {number}" if len(own["groups"]) > 1 else ""
@@ -176,7 +176,7 @@ class ScriptSettings:
 
 
 def _has_made(scheduler: Scheduler, state: Mapping[str, Any]) -> bool:
-    """Return whether a scheduler's functions, which are in no state, give the learning rate of a state."""
+    """Return whether a scheduler's functions, which no state contains, give the learning rate of a state."""
     nested = getattr(scheduler, "_schedulers", None)
     if nested is not None:
         return all(map(_has_made, nested, state["_schedulers"]))

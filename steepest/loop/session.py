@@ -61,7 +61,7 @@ class Session:
         return Turns(lambda: self.loop.run(), f"steepest loop {rank}")
 
     def take_seat(self, rank: int, size: int) -> None:
-        """Be another of the workers from now on, or of other ones."""
+        """Take another rank, or a rank among another number of workers, from now on."""
         self.job.rank, self.job.size = rank, size
 
     @property
@@ -227,13 +227,13 @@ class Session:
         return self.job.asked is Ask.BATCH and not self.loop.has_seen_all
 
     def load(self, state: dict[str, Any]) -> bool:
-        """Go on from a state: a function at another place of the job begins anew.
+        """Go on from a state; a function at another place of the job begins anew.
 
         Args:
             state: as `state` returned it in this or another worker.
 
         Returns:
-            False where the function stands there already, and goes on with what it has.
+            False if the function is at that place already, and goes on with its own values.
         """
         self.loop.gatherer.among_batches |= state["gathers"]
         if self.job.asked is not Ask.BEGIN:

@@ -1,4 +1,4 @@
-"""What the batches weigh of which a loop's next step is made, and the losses of their backward passes."""
+"""The weights of the batches in a loop's next step, and the losses of their backward passes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class StepWeights:
-    """What the batches of the last step weigh, or of the step in progress.
+    """The weights of the batches of the step in progress, or of the last step.
 
     Args:
         loop: that takes them.
 
     Attributes:
-        weight, samples, whole: what they weigh, their samples on this worker, and those on all.
-        own: what the last batch weighs, if the loop has said it.
-        losses: those of their backward passes.
+        weight, samples, whole: their weight, and the numbers of their samples on this worker and on all.
+        own: the weight of the last batch, if the loop has set it.
+        losses: of their backward passes.
         sum: of the gradients that are added up, where all workers go through the same batches.
     """
 
@@ -58,7 +58,7 @@ class StepWeights:
     # -- batches that all workers go through ---------------------------------------------------
 
     def begin_batch(self, cursor: Cursor) -> float | None:
-        """Begin with the present batch, or round; return by what gradients before are to be multiplied, or None."""
+        """Begin with the present batch, or round; return the factor for earlier gradients, or None."""
         self.own = None
         learned, self._passes = len(self.losses.found) > self._passes, len(self.losses.found)
         size = self._loop.job.size
@@ -124,21 +124,21 @@ class StepWeights:
         loop.reports.count(self._batch - before)
 
     def _weight_of(self, cursor: Cursor) -> float:
-        """Return what the present batch weighs in a step."""
+        """Return the weight of the present batch in a step."""
         if self.own is not None:
             return self.own
         return 1.0 if cursor.samples is None else float(cursor.samples)
 
     @property
     def present(self) -> float:
-        """What a gradient of the present batch weighs beside those of other workers."""
+        """The weight of the present batch's gradient among those of all workers."""
         if (cursor := self._loop.prepared.cursor) is None:
             return self._batch
         return 1.0 if self.sum.by_pass else self._weight_of(cursor)
 
     @property
     def averaged(self) -> int:
-        """The number of samples of which a loss is to be the mean, or the sum; 0 where it may be something else."""
+        """The number of samples over which a loss has to be the mean, or the sum; 0 if it may be something else."""
         loop = self._loop
         if not loop.steps.averages or not loop.has_entered or self.own is not None:
             return 0

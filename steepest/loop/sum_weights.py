@@ -1,4 +1,4 @@
-"""What the gradients weigh that a loop adds up for one step, where all workers go through the same batches."""
+"""The weights of gradients that a loop adds up for one step, if all workers go through the same batches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class SumWeights:
     pass is multiplied by the share of its batch (`scale`), those before too (`rescale`).
 
     Args:
-        total: gathers what a batch weighs on each worker, and returns the sum.
+        total: gathers the weights of a batch on all workers, and returns their sum.
 
     Attributes:
-        scale: by which backward passes of the present batch are multiplied; None until the loop says what it weighs.
-        rescale: by which gradients of the batches before are to be multiplied now; None for none.
+        scale: the factor of the present batch's backward passes; None until the loop sets its weight.
+        rescale: the factor to apply to the gradients of earlier batches now; None for none.
         by_pass: whether backward passes are multiplied by shares, and all workers' parts weigh the same.
-        has_ended: whether a step was taken of the sum, so that the next batch begins another one.
+        has_ended: whether a step has used the sum, so that the next batch begins another one.
     """
 
     def __init__(self, total: Callable[[float], float]) -> None:
@@ -40,11 +40,11 @@ class SumWeights:
         self._is_said = False  # whether the loop has said what a batch of the sum weighs
 
     def state(self) -> list[Any]:
-        """Return what is the same on all workers, as plain values, for one that goes on from here."""
+        """Return the values that are the same on all workers, for a worker that goes on from here."""
         return [self.by_pass, self._is_said, self.has_ended, self._first[2], self._alike]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Set what `state` returned; what batches weigh on this worker is what it has seen of them.
+        """Set what `state` returned; the weights of batches on this worker are those that it has seen.
 
         Raises:
             ConfigurationError: it is of an older version.

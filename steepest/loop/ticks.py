@@ -97,7 +97,7 @@ class Schedules:
 
     @property
     def steps(self) -> list[Callable[[], None]]:
-        """What steps each scheduler once, without its being counted."""
+        """Functions that step each scheduler once, without counting the step."""
         return [ticks.step_own for ticks in self._ticks]
 
     def state(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Schedules:
         self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
 
     def catch_up(self, update: int) -> None:
-        """Have schedulers that count updates be as they are after one that others have made."""
+        """Step schedulers that count updates for one that other workers have made."""
         for ticks in self._ticks:
             ticks.catch_up(update)
 

@@ -29,7 +29,7 @@ _watching: list[Here] = []  # an element for each user's function that runs in t
 
 @contextlib.contextmanager
 def watched(here: Here) -> Iterator[None]:
-    """Have loops be warned in this context that clip by torch's functions."""
+    """Warn loops that clip by torch's functions, in this context."""
     _watching.append(here)
     if len(_watching) == 1:
         _install(_by_norm, _by_value)

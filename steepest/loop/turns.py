@@ -58,10 +58,10 @@ class Turns:
         self._gpu: torch.device | None = None  # of the thread that began it
 
     def resume(self, answer: Any = None) -> Any:
-        """Let the function go on until it asks for something; return that, or an `Ended`.
+        """Let the function go on until it asks for something; return its request, or an `Ended`.
 
         Args:
-            answer: what its `ask` returns.
+            answer: the value that its `ask` returns.
         """
         if self.ended is not None:
             return self.ended

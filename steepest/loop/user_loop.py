@@ -1,4 +1,4 @@
-"""The function's side of a user's own loop: what `prepare`, `epochs`, loaders, `step` and `report` do in a worker."""
+"""The function's side of a user's own loop: `prepare`, `epochs`, loaders, `step` and `report` in a worker."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class UserLoop:
 
     @property
     def steps_left(self) -> int | None:
-        """How many steps are to come if each batch has one; None if unknown, as before the loop is entered."""
+        """The number of steps left if each batch has one; None if unknown, as before the loop is entered."""
         if self.prepared.cursor is None or self.batches.wanted is None:
             return None
         return self.prepared.cursor.steps_left(self.batches.wanted, self.job.size)
@@ -122,7 +122,7 @@ class UserLoop:
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether the epoch is over for certain: a step without samples here may yet be dealt out anew."""
+        """Whether the epoch is over for certain; a step without samples here may still be dealt out anew."""
         return self.is_over and (
             self.job.passed <= self.job.committed or not self.job.kind.together
         )
@@ -464,7 +464,7 @@ class UserLoop:
         )
 
     def _rescale(self, factor: float) -> None:
-        """Multiply gradients of batches before, which weigh less, or more, beside the present one."""
+        """Multiply the gradients of earlier batches, whose share changes with the present batch."""
         self.prepared.model.rows.rescale(factor)
         with torch.no_grad():
             for parameter in (each for own in self.prepared.trained() for each in own):
@@ -472,7 +472,7 @@ class UserLoop:
                     parameter.grad.mul_(factor)
 
     def _end_sum(self, cursor: Cursor, index: int) -> None:
-        """Note that an optimizer has stepped, and with that perhaps used up the gradients of batches before."""
+        """Note that an optimizer has stepped, and perhaps used up the gradients of earlier batches."""
         if self.steps.held.step(index):
             warnings.warn(
                 f"worker {self.job.rank}: a step was taken with gradients that were there before another step of the "
@@ -681,7 +681,7 @@ def seen_from(name: str) -> UserLoop | None:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Have the calling thread be in no loop's function, in this context."""
+    """Treat the calling thread as outside of any loop's function, in this context."""
     before = current(), getattr(_local, "is_outside", False)
     _local.loop, _local.is_outside = None, True
     try:

@@ -46,7 +46,7 @@ class LoopWrites(WriteCheck):
         return self._writes or self._turns < _FIRST_TURNS or super().compares
 
     def begin(self) -> Before:
-        """Begin a turn; return what parameters are before it."""
+        """Begin a turn; return the state of the parameters before it."""
         values = self._values
         before = values.clone() if self.compares else None
         self._unseen.look = self._look if before is None else None
@@ -57,7 +57,7 @@ class LoopWrites(WriteCheck):
     def end(self, begun: Before) -> str | None:
         """End a turn that has `begun`: undo, as far as values are known, what it has left in a parameter.
 
-        Return the name of the first that was not what it was, or None.
+        Return the name of the first parameter that had changed, or None.
         """
         values, before, versions = begun
         if self._unseen.look is None and before is None:
