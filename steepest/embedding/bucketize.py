@@ -13,7 +13,7 @@ from steepest.errors import ConfigurationError
 class Bucketize(torch.nn.Module):
     """Buckets of numbers, as ids for an embedding table.
 
-    The boundaries are no part of the module's state: they are what the program says.
+    The boundaries are not part of the module's state: the program sets them.
 
     Args:
         boundaries: finite numbers in ascending order. A number is in bucket n if n boundaries are at most as large.
@@ -22,7 +22,7 @@ class Bucketize(torch.nn.Module):
         num_embeddings: the number of buckets, one for NaN included, which is the last.
 
     Raises:
-        ConfigurationError: no boundaries, or such that do not ascend.
+        ConfigurationError: there are no boundaries, or they are not finite or do not ascend.
 
     Example:
         >>> ages = Bucketize([18, 65])

@@ -89,7 +89,7 @@ class EmbeddingCollection(TableModule):
             else a jagged tensor `(B, *, dim)`.
 
         Raises:
-            ConfigurationError: a feature is missing or not known, or its ids or weights are not so.
+            ConfigurationError: a feature is missing or unknown, or its ids or weights have another form.
         """
         if isinstance(ids, KeyedJagged) and not isinstance(ids, Mapping):
             ids, own_weights = by_feature(ids)
@@ -133,7 +133,7 @@ class EmbeddingCollection(TableModule):
         return {name: embedded[name] for name in names}
 
     def _require_features(self, ids: Any, weights: Any) -> None:
-        """Check that there are ids of all features, and weights of none but those that are added up."""
+        """Check that there are ids for all features, and weights only for features of mode "sum"."""
         if not isinstance(ids, Mapping) or not isinstance(weights, Mapping):
             what = weights if isinstance(ids, Mapping) else ids
             raise ConfigurationError(
@@ -155,13 +155,13 @@ class EmbeddingCollection(TableModule):
             )
 
     def _kept(self, name: str, ids: Tensor) -> Tensor | None:
-        """Return which ids (n,) of a feature are not its padding; None for all."""
+        """Return a mask (n,) of a feature's ids that are not padding; None if all are kept."""
         padding = self._padding.get(name)
         return None if padding is None else ids != padding
 
 
 def _lives_of(tables: Mapping[str, Table], ttl: Mapping[str, str | int]) -> dict[str, int]:
-    """Return by feature the seconds for which rows stay; nothing where that is as long as all tables say."""
+    """Return by feature the seconds for which rows stay; an empty result if all are those of their tables."""
     if not isinstance(ttl, Mapping) or not ttl.keys() <= tables.keys():
         raise ConfigurationError(
             f"ttl={ttl!r:.80}: give a dict with some of the features {', '.join(map(repr, tables))}"
@@ -226,7 +226,7 @@ def _joined_weights(of: Sequence[tuple[Tensor | None, Tensor | None, Tensor]]) -
 
 
 def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
-    """Return where bags begin when features' ids stand one after another, and the end."""
+    """Return where bags begin in the concatenated ids of features, and the end."""
     first = bounds[0]
     if len(bounds) == 1:
         return first

@@ -1,4 +1,4 @@
-"""What replicas of models with embedding tables tell the exchange of their rows."""
+"""The link between replicas of models with embedding tables and the exchange of their rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TableModel(Protocol):
         """Make the modules pull rows from a source and push gradients to it."""
 
     def table_ids(self, batch: Any) -> Any:
-        """Return where the ids of a batch that are looked up are searched for: in the batch, by default."""
+        """Return the object that is searched for the ids of a batch: the batch itself by default."""
 
 
 class _LoadedBatch(NamedTuple):
@@ -42,7 +42,7 @@ class _LoadedBatch(NamedTuple):
 
 
 class RowCompanion(Companion):
-    """Gives models their rows, and has the rows of batches on their way before these are computed.
+    """Gives models their rows, and asks for the rows of batches before these are computed.
 
     The ids of the batches before show where a batch that is computed later has its own, see `IdPlaces`. Its rows are
     asked for and not awaited. Where the forward pass then asks for the same rows, they are those that have come
@@ -76,7 +76,7 @@ class RowCompanion(Companion):
             model.use_rows(self._rows)
 
     def forget(self) -> None:
-        """Forget batches that were looked at: the plan of the samples is another one."""
+        """Forget batches that were looked at: the plan of the samples has changed."""
         self._loaded.clear()
         self._rows.forget_looked_at()
 
@@ -112,7 +112,7 @@ class RowCompanion(Companion):
         self._rows.begin_batch(place, searched)
 
     def end_batch(self, weight: float) -> None:
-        """Note that a batch is computed, and what it weighs."""
+        """Note that a batch is computed, and its weight."""
         self._batch = None
         self._rows.end_batch(weight)
         if self._shares and not self._is_told and self._rows.places.is_given_up():

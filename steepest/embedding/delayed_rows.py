@@ -121,7 +121,7 @@ class DelayedRows:
             self._next = own
 
     def _with_kept(self, own: _DelayedGradient) -> _DelayedGradient:
-        """Return a gradient together with the one before, each as the mean that it is."""
+        """Return a gradient joined with the one before; each keeps its own weight."""
         # One push cannot have both means if the samples' weights changed: then the earlier count by the present
         # weights.
         before = self._kept
@@ -187,7 +187,7 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGr
 def divided(
     dealing: Dealing, states: Sequence[Mapping[str, torch.Tensor]], workers: int
 ) -> list[Tensors]:
-    """Return what each of some workers is to push of gradients that others have not pushed.
+    """Divide gradients that some workers have not pushed among a number of workers.
 
     All push the same weight of samples, so that the mean over their pushes is that over `states`,
     also where they push it together with gradients of their own.
@@ -211,7 +211,7 @@ def divided(
 
 
 def _added(delayed: Sequence[_DelayedGradient], total: float, groups: int) -> Tensors:
-    """Return the sum of some gradients, with another weight of the samples, as a state."""
+    """Return the sum of some gradients, with a new weight of the samples, as a state."""
     unit = delayed[0].unit if delayed else 1.0
     together: list[RowGradients | None] = []
     for group in range(groups):

@@ -60,7 +60,7 @@ class ExchangeWithRows(ExchangeAround):
         self.rows.delayed.is_last = is_last
 
     def end(self) -> Sent:
-        """Return what has travelled, rows among it."""
+        """Return the bytes that have travelled, those of rows included."""
         sent, rows, self.rows.bytes_pulled = super().end(), self.rows.bytes_pulled, 0
         return sent._replace(bytes_pulled=sent.bytes_pulled + rows)
 
@@ -69,12 +69,12 @@ class ExchangeWithRows(ExchangeAround):
         return self.rows.logged()
 
     def left_out(self) -> None:
-        """Keep what the last push had of the step before."""
+        """Keep the part of the last push that was of the step before."""
         super().left_out()
         self.rows.delayed.left_out()
 
     def lacks(self, key: Key | None) -> list[str]:
-        """Return in words which servers have not sent weights and rows."""
+        """Name the servers that have not sent weights and rows."""
         return [*super().lacks(key), *self.rows.lacks()]
 
     def destination(self, message: Message, size: int) -> Memory | None:
@@ -96,7 +96,7 @@ class ExchangeWithRows(ExchangeAround):
         return super().state(step) | ({UNPUSHED: unpushed} if unpushed else {})
 
     def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Push gradients of rows with the next step, where it is these."""
+        """Load a state; gradients of rows in it are pushed with the next step."""
         if what == UNPUSHED:
             self.rows.push_later(state)
         else:

@@ -66,7 +66,7 @@ class ModelTables:
         return LINES
 
     def require(self, strategy: Strategy, spec: OptimizerSpec) -> None:
-        """Check that a strategy has tables, and that the learning rates that they follow are there."""
+        """Check that a strategy allows tables, and that the learning rates that they follow exist."""
         if strategy.in_driver:
             raise ConfigurationError(
                 f"embedding tables under the strategy {strategy.kind!r}: their rows are pulled "
@@ -83,7 +83,7 @@ class ModelTables:
             _require_followed(table, strategy, spec)
 
     def difference(self, other: OpaqueParts) -> str | None:
-        """Return in words how the tables of another replica differ, or None when they agree."""
+        """Describe how the tables of another replica differ; None if they agree."""
         assert isinstance(other, ModelTables)
         return _difference(self.tables, other.tables)
 
@@ -92,7 +92,7 @@ class ModelTables:
         return (staleness_of(strategy) or 0) > 1
 
     def stores(self, layout: ParameterLayout, seed: int) -> Stores:
-        """Return what makes the shards of a job."""
+        """Return the maker of a job's shards."""
         from steepest.embedding.table_stores import TableStores
         from steepest.tables.dealing import Dealing
 
@@ -112,7 +112,7 @@ def _require_followed(table: Table, strategy: Strategy, spec: OptimizerSpec) -> 
 
 
 def _difference(first: Sequence[Table], other: Sequence[Table]) -> str | None:
-    """Return in words how tables differ from others, or None when they agree."""
+    """Describe how tables differ from others; None if they agree."""
     ours, theirs = ([table.name for table in tables] for tables in (first, other))
     if ours != theirs:
         return f"the embedding tables {ours}, the other has {theirs}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_followed(table: Table, spec: OptimizerSpec) -> None:
-    """Check that the learning rate that a table follows, if any, is there; ConfigurationError otherwise."""
+    """Check that the learning rate that a table follows, if any, exists; ConfigurationError otherwise."""
     if (group := table.optimizer.follows) is None:
         return
     groups = spec.groups

@@ -49,10 +49,10 @@ class IdPlaces:
     """Where a model's batches have the ids of its look-ups, in the order in which a forward pass makes them.
 
     A look-up's ids are searched for in the batch of that pass: in tuples, lists, dicts, tensors, columns of tensors.
-    What is found there holds for later batches until one shows that it does not; then it is searched for anew.
+    A place that is found is used for later batches until one lacks the ids there; then it is searched for anew.
 
     Attributes:
-        known: of each look-up its place; None where it is not known.
+        known: the place of each look-up; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class IdPlaces:
         return at >= len(self.known) or (self.known[at] is None and self._tries[at] < _MOST_TRIES)
 
     def is_given_up(self) -> bool:
-        """Return whether the place of some look-up was not found, and is not sought any more."""
+        """Return whether the search for the place of some look-up was given up."""
         return any(
             place is None and tries >= _MOST_TRIES
             for place, tries in zip(self.known, self._tries, strict=True)
@@ -94,7 +94,7 @@ class IdPlaces:
 
 
 def _parts(tables: Int32s, ids: Int64s, batch: Any) -> tuple[tuple[int, Path], ...] | None:
-    """Return from which parts of a batch ids are put together, None if they are not; none of no ids."""
+    """Return the parts of a batch of which ids are joined; None if they are not, an empty result for no ids."""
     if not len(ids):
         return None
     leaves = [(path, leaf) for path, leaf in _leaves(batch, ()) if len(leaf)]

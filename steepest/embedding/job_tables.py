@@ -26,7 +26,7 @@ def dealing_of(job: Job) -> Dealing | None:
 
 
 def staleness_of(strategy: Strategy) -> int | None:
-    """Return how many updates older than the weights rows may be; None to ask for them in the step that needs them."""
+    """Return by how many updates rows may be older than the weights; None to ask for them in their own step."""
     staleness: int | None = getattr(strategy, "table_staleness", None)
     if staleness is None and not strategy.local and isinstance(strategy.rule, CommitAll):
         return 0  # what the next step computes is known, and from which weights

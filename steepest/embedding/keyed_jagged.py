@@ -14,7 +14,7 @@ from steepest.errors import ConfigurationError
 class KeyedJagged(Protocol):
     """Ids of several features, of a batch of B samples each: feature by feature, sample by sample.
 
-    What is asked of torchrec.sparse.jagged_tensor.KeyedJaggedTensor.
+    The methods used of torchrec.sparse.jagged_tensor.KeyedJaggedTensor.
     """
 
     def keys(self) -> list[str]:

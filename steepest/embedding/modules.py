@@ -164,7 +164,7 @@ class TableModule(nn.Module):
         self._held: dict[str, str] = {}  # of replicated tables, the attribute that has the rows
 
     def connect(self, source: RowSource) -> None:
-        """Use rows of a source from now on; ConfigurationError: it has not these tables."""
+        """Use rows of a source from now on; ConfigurationError: it does not have these tables."""
         served = [table for table in self.tables if table.name not in self._held]
         self._places = {table.name: source.place(table) for table in served}
         self._source = source
@@ -202,7 +202,7 @@ class TableModule(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles have: not the source, which a copy is given anew."""
+        """Return the state of copies and pickles, which lack the source: a copy has to be connected anew."""
         return self.__dict__ | {"_source": None}
 
     def extra_repr(self) -> str:
@@ -319,7 +319,7 @@ def connect(module: nn.Module, source: Any = None) -> Any:
         The source. Call `step()` of `steepest.tables.LocalRows` where an optimizer's is called.
 
     Raises:
-        ConfigurationError: the source has not the module's tables, or the module has none.
+        ConfigurationError: the source does not have the module's tables, or the module has none.
 
     Example:
         >>> import torch
@@ -375,7 +375,7 @@ def held_rows(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def without_held_rows(module: nn.Module) -> Iterator[None]:
-    """Have a module no rows of replicated tables among its parameters, in a block."""
+    """Take rows of replicated tables out of a module's parameters, in a block."""
     parts = [(part, part.held()) for part in _parts(module)]
     for part, _ in parts:
         part.drop_held()

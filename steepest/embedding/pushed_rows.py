@@ -98,7 +98,7 @@ class RowGradientStore(GradientStore):
         return self._form.unpack(payload.numpy())
 
     def release(self, payload: torch.Tensor | None) -> None:
-        """Keep no memory: pushes are of many sizes, and hardly one fits the next."""
+        """Keep no memory: pushes differ in size, so that one's memory rarely fits the next."""
 
     def drop_mean(self) -> None:
         """Forget the means that `reduce` formed."""

@@ -81,7 +81,7 @@ class RowCollector(RowSource, ABC):
         sightings: Int32s,
         lives: Int32s | None = None,
     ) -> None:
-        """Keep the summed gradients of distinct ids, (n, dim), in the present batch's; not of tables not trained."""
+        """Keep the summed gradients of distinct ids, (n, dim), in the present batch, except those of frozen tables."""
         pushed = RowGradients(tables, ids, gradients, sightings, lives)
         if frozen := self._frozen[group]:
             pushed = pushed.taken(~np.isin(tables, frozen))
@@ -97,7 +97,7 @@ class RowCollector(RowSource, ABC):
         self._scaled = 0
 
     def end_batch(self, weight: float) -> None:
-        """Note that a batch is computed, and what it weighs."""
+        """Note that a batch is computed, and its weight."""
         if weight:  # a batch without weight may hold NaN: a mean over nothing
             self._batches.append((weight, self._batch))
         self._batch = [[] for _ in self.dealing.groups]
@@ -117,7 +117,7 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def unpushed(self, step: int) -> Tensors:
-        """Return the gradient that no update has, once so many steps are committed; see `DelayedRows.state`."""
+        """Return the gradient that no update contains once a number of steps are committed; see `DelayedRows.state`."""
 
     @abstractmethod
     def push_later(self, gradient: Mapping[str, torch.Tensor]) -> None:
@@ -175,4 +175,4 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def chance(self) -> Chance:
-        """Return by whose chance gradients are rounded that are pushed now, if any are."""
+        """Return the chance by which the present gradients are rounded, if any are."""

@@ -204,7 +204,7 @@ class RowExchange(RowCollector):
         return Chance(self._worker, self.position[1])
 
     def unpushed(self, step: int) -> Tensors:
-        """Return the gradient that no update has; a step is a version where gradients are delayed."""
+        """Return the gradient that no update contains; if gradients are delayed, a step is a version."""
         return self.delayed.state(step)
 
     def push_later(self, gradient: Mapping[str, torch.Tensor]) -> None:
@@ -212,7 +212,7 @@ class RowExchange(RowCollector):
         self.delayed.load_state(gradient)
 
     def logged(self) -> Sequence[Any]:
-        """Return what the log is to have of the present gradient, see `RowsOfPush`; nothing where it says nothing."""
+        """Return the log's entry for the rows of the present gradient, see `RowsOfPush`; empty if there is none."""
         runs: list[tuple[int, int]] = []
         if any(version != self.position[1] for version in self.versions):
             runs = [(len(list(same)), version) for version, same in groupby(self.versions)]
@@ -258,7 +258,7 @@ class RowExchange(RowCollector):
         self._coming, self._searched, self._done = self._looked.pop(place, {}), searched, 0
 
     def end_batch(self, weight: float) -> None:
-        """Note that a batch is computed, and what it weighs."""
+        """Note that a batch is computed, and its weight."""
         super().end_batch(weight)
         self.places.end(self._done)
         self._end_coming()
@@ -308,7 +308,7 @@ class RowExchange(RowCollector):
         return all(request in self._answers for request, _, _ in asked.parts)
 
     def lacks(self) -> list[str]:
-        """Return in words which servers have not sent rows that they were asked for."""
+        """Name the servers that have not sent rows that they were asked for."""
         asked = dict(self._awaited)
         servers = {server for request, server in asked.items() if request not in self._answers}
         return [f"rows of {listed(map(server_peer, sorted(servers)))}"] if servers else []
@@ -328,7 +328,7 @@ class RowExchange(RowCollector):
 
 @dataclass
 class _RowRequest:
-    """What one server is asked for in one message."""
+    """A request to one server, in one message."""
 
     sequence: int
     lookups: list[tuple[int, int, bool]]

@@ -76,7 +76,7 @@ class Rows(Body):
 
 
 class RowsOfPush(NamedTuple):
-    """What the log has `more` of a push with gradients of rows, and so its REPORT."""
+    """The field `more` of a push with gradients of rows, in its REPORT and in the log."""
 
     # (count, version): so many requests for rows, in the order in which the gradient needed them, were answered at
     # that version; empty where all were at the version of the weights, or there were none
@@ -87,7 +87,7 @@ class RowsOfPush(NamedTuple):
 
     @classmethod
     def of(cls, push: LoggedPush) -> "RowsOfPush":
-        """Return what the log says of a push."""
+        """Return the log's entry for a push."""
         return cls(*push.more)
 
 
@@ -106,7 +106,7 @@ class RowsToRead(NamedTuple):
 
     @classmethod
     def of(cls, options: Options | None) -> "RowsToRead":
-        """Return what the options of a READ or SNAPSHOT say."""
+        """Return the rows that the options of a READ or SNAPSHOT ask for."""
         return cls(**(options or {}))
 
     def options(self) -> Options | None:
@@ -134,7 +134,7 @@ class RowsInto(NamedTuple):
 
     @classmethod
     def of(cls, options: Options | None) -> "RowsInto | None":
-        """Return what the options of a READ_ON say."""
+        """Return the place that the options of a READ_ON name."""
         return cls(*options["into"]) if options else None
 
 

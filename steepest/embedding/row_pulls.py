@@ -42,7 +42,7 @@ class _PulledLookUp(NamedTuple):
 
 
 class _WantedRows(NamedTuple):
-    """What a pull asks for."""
+    """The rows that a pull asks for."""
 
     pull: PullRows
     lookups: list[_PulledLookUp]
@@ -76,7 +76,7 @@ class RowPulls:
 
     Attributes:
         call: has a function run on the server's thread; None where no other thread may read.
-        seconds: by chunk, what such pulls have waited.
+        seconds: by chunk, the seconds for which such pulls have waited.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RowPulls:
 
     @property
     def oldest(self) -> tuple[int, float] | None:
-        """The chunk whose rows a disk has been reading for longest, and since when."""
+        """The chunk whose rows a disk has been reading for longest, and when it began."""
         readings = list(self._reading)  # another thread may ask
         return min(
             ((each.chunk, each.since) for each in readings), key=lambda of: of[1], default=None
@@ -190,7 +190,7 @@ class RowPulls:
         self._send(source, answer.pack(values))
 
     def _checked(self, pull: PullRows, payload: torch.Tensor | None) -> _WantedRows:
-        """Return what a pull asks for; ProtocolError: this server does not hold that."""
+        """Return the rows that a pull asks for; ProtocolError: this server does not hold them."""
         packed = np.empty(0, np.uint8) if payload is None else payload.numpy()
         try:
             tables, ids = unpack_keys(packed)

@@ -59,7 +59,7 @@ class TableChunk(HeldChunk):
 
     @property
     def directory(self) -> str | None:
-        """Where rows lie that are not in memory; None where all are."""
+        """The directory of rows that are not in memory; None if all are."""
         return self._tables[0].directory
 
     def counts(self) -> dict[str, dict[str, int]]:

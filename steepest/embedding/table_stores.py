@@ -53,13 +53,13 @@ class TableStores:
         return TableChunk(chunk, self.dealing)
 
     def take(self, states: Sequence[HeldChunk], spec: OptimizerSpec | None) -> GradientStore:
-        """Return what takes the gradients of shards; their tables may follow a learning rate of `spec`."""
+        """Return the store of the gradients of shards, whose tables may follow a learning rate of `spec`."""
         groups = [] if spec is None else spec.groups
         rates = [hyper.get("lr", math.nan) for _, hyper in groups]
         return RowGradientStore([*_shards(states).values()], self.dealing, rates)
 
     def serve(self, server: int, stores: Mapping[int, HeldChunk], send: Send) -> TableService:
-        """Return what answers pulls, and sends rows of snapshots, for one server."""
+        """Return the service that answers pulls, and sends rows of snapshots, for one server."""
         return TableService(server, self.dealing, stores, send)
 
 

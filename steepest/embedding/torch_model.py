@@ -141,7 +141,7 @@ class TorchModel(dense.TorchModel):
         connect(self.module, _ScaledRows(source, self._loss_scale, self._device.type))
 
     def table_ids(self, batch: Any) -> Any:
-        """Return where the ids of a batch are searched for: in the batch, or in what the user's function returns.
+        """Return the object that is searched for the ids of a batch: the batch, or the result of the user's function.
 
         See `steepest.embedding.id_places.IdPlaces`.
         """
