@@ -23,7 +23,7 @@ _EVALUATION = ("deterministic", "use_running_average")
 
 
 class Parts(NamedTuple):
-    """What a `JaxModel` is made of."""
+    """The parts of a `JaxModel`."""
 
     params: Any
     state: Any  # None without any
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
-    """Return what a `JaxModel` is made of, for batches ``(*inputs, target)`` and a loss of (output, target)."""
+    """Return the parts of a `JaxModel`, for batches ``(*inputs, target)`` and a loss of (output, target)."""
     # ModelError: it is no linen or nnx module with parameters, or a linen module's variables are missing.
     if isinstance(module, nnx.Module):
         if variables is not None:

@@ -1,4 +1,4 @@
-"""What of a Trainer of transformers is followed, refused, or without effect. Transformers itself is not imported."""
+"""The settings of a transformers Trainer that are followed, refused or ignored. Transformers is not imported."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def check_evaluation(trainer: Any) -> None:
 
 
 def notice_of(trainer: Any) -> str:
-    """Return what the user has asked for that `fit` does instead, or an empty text."""
+    """Return a notice of the user's settings that `fit` replaces; "" if there are none."""
     asked = [
         f"{name}={getattr(value, 'value', value)!r} (instead: {instead})"
         for name, nothing, instead in _OF_THE_DRIVER
@@ -180,7 +180,7 @@ def notice_of(trainer: Any) -> str:
 
 
 def plain_loader(loader: Any, batch_size: int | None, method: str) -> DataLoader[Any]:
-    """Return a Trainer's loader without what accelerate has wrapped around it.
+    """Return a Trainer's loader without accelerate's wrappers.
 
     Args:
         loader: as the Trainer's method returned it.

@@ -16,7 +16,7 @@ _DRAIN_SECONDS = 30.0  # that Ray's command may take beyond the time that the po
 
 
 def check() -> int:
-    """Say if the image lacks what KubeRay's probes ask of Ray; return the exit status, 0 where nothing is missing.
+    """Print whether the image lacks packages that KubeRay's probes need; return the exit status, 0 if it lacks none.
 
     The probes ask Ray's dashboard, and its agent on each node, which start with the packages of
     ``ray[default]`` alone. Without them the pod never becomes ready, and nothing says why.
@@ -33,7 +33,7 @@ def check() -> int:
 
 
 def drain_command(seconds: int) -> list[str]:
-    """Return the command that tells Ray that this node goes, in so many seconds."""
+    """Return the command that tells Ray that this node will be removed in a number of seconds."""
     return [
         "ray", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the pod goes",
         "--deadline-remaining-seconds", str(seconds),
@@ -41,10 +41,10 @@ def drain_command(seconds: int) -> list[str]:
 
 
 def leave(seconds: int) -> int:
-    """Tell Ray that this node goes, and stay as long as that takes; return 0.
+    """Tell Ray that this node will be removed, wait until Ray has left it, and return 0.
 
     Ray's node ends by itself when all has moved away, and with it the container that this runs in.
-    Where the cluster's head answers no more the whole cluster ends, and nothing is waited for.
+    If the cluster's head does not answer, the whole cluster is ending, and this returns at once.
 
     Args:
         seconds: that this node has.
@@ -72,7 +72,7 @@ def _head_answers() -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the words say: "check", or "leave" with seconds; return the exit status."""
+    """Run "check", or "leave" with seconds, and return the exit status."""
     return leave(int(words[1])) if words[0] == "leave" else check()
 
 

@@ -205,7 +205,7 @@ def _cluster(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
 
 
 def _head(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
-    """Return the template of the head's pod, which nothing but its node's end is to end."""
+    """Return the template of the head's pod, which is protected from eviction."""
     container = _container(
         "ray-head", job, pods, {"cpu": pods.head_cpus, "memory": pods.head_memory}
     )
@@ -229,7 +229,7 @@ def _head(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
 
 
 def _worker(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
-    """Return the template of a worker's pod, which tells Ray when it has to go."""
+    """Return the template of a worker's pod, which tells Ray when the pod is about to end."""
     resources = {"cpu": pods.cpus, "memory": pods.memory}
     if pods.gpus:
         resources["nvidia.com/gpu"] = pods.gpus
@@ -251,7 +251,7 @@ def _worker(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
 
 
 def drain_notice(pods: Pods) -> str:
-    """Return the shell's command that tells Ray that its node goes, and stays until it has."""
+    """Return a shell command that tells Ray that its node will be removed, and waits until Ray has left it."""
     return f"python -m steepest.places.pod leave {pods.grace - _MARGIN}"
 
 

@@ -43,7 +43,7 @@ class Nodes:
 
 
 class Hook:
-    """What Ray on Spark asks of its surroundings; it finds the class by RAY_ON_SPARK_START_HOOK."""
+    """The hook that Ray on Spark finds by RAY_ON_SPARK_START_HOOK, and asks for its settings."""
 
     # It is the only way of Ray on Spark to give variables to nodes after Spark has begun.
 
@@ -185,7 +185,7 @@ def is_local(master: str) -> bool:
 
 
 def _shut_down() -> None:
-    """Let Ray end what it knows to have started."""
+    """Let Ray end the processes that it knows of."""
     from steepest.runtime.connection import end_ray
 
     Hook.ending = True

@@ -154,7 +154,7 @@ def _directory(signals: _Signals) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Host:
-    """This host, with what its parts share."""
+    """This host: the values that its parts share."""
 
     job: SageMakerJob
     options: argparse.Namespace
@@ -164,7 +164,7 @@ class _Host:
     deadline: float
 
     def environment(self, welcome: dict[str, str]) -> dict[str, str]:
-        """Return the variables of Ray and of the program: the token is nowhere else."""
+        """Return the variables of Ray and of the program; they alone hold the token."""
         return {**self.job.variables(), **os.environ, **welcome}
 
     def start_ray(self, welcome: dict[str, str], *arguments: str) -> None:

@@ -63,7 +63,7 @@ def keep_alive(link: socket.socket) -> None:
 
 
 def say(link: socket.socket, **message: Any) -> None:
-    """Send a message, unless nobody hears it any more: the end is heard by who reads."""
+    """Send a message; if the connection has ended, do nothing, as the reader notices that."""
     with contextlib.suppress(OSError):
         link.sendall(json.dumps(message).encode() + b"\n")
 
@@ -171,7 +171,7 @@ class Leader:
         return address in self._addresses[host]
 
     def _serve(self, host: str, lines: Lines) -> None:
-        """Give a host the welcome, and hear it until it is gone."""
+        """Send a host the welcome, and read its messages until its connection ends."""
         keep_alive(lines.link)
         self._asked[host] = lines.link
         say(lines.link, **self._welcome)
@@ -214,7 +214,7 @@ class Follower:
         say(self._link, failed=reason[:1024])
 
     def poll(self, seconds: float) -> tuple[int, str] | None:
-        """Wait `seconds` for word of the leader; return its exit status and reason if it has ended."""
+        """Wait `seconds` for a message of the leader; return its exit status and reason if it has ended."""
         # PeerLostError: it is gone without a word, or has been silent for a minute. After its last word it closes, so
         # that there is something to read even if the word has been read ahead.
         if not select.select([self._link], [], [], seconds)[0]:

@@ -120,7 +120,7 @@ def command_of(program: str, arguments: Sequence[str]) -> list[str]:
 
 
 def adopt_orphans() -> None:
-    """Let descendants whose parents die become children of this process, as PID 1 has it."""
+    """Let descendants whose parents die become children of this process, as of PID 1."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -135,7 +135,7 @@ def end_descendants() -> None:
 
 
 def _descendants(ancestor: int) -> dict[int, str]:
-    """Return the names of those that live, by their PIDs."""
+    """Return the names of living descendants, by PID."""
     parents, names = {}, {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():

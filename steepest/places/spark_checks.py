@@ -17,7 +17,7 @@ _MASTERS = "local[n], local-cluster[n,cores,memory], spark://host:port or yarn"
 
 
 def check_session(session: Any, workers: int, cpus: int) -> None:
-    """Check that a user's session is of this process, and that its master can hold so many nodes of so many CPUs."""
+    """Check that a user's session is of this process, and that its master has room for the nodes."""
     # ConfigurationError says what to set.
     try:
         from pyspark.errors import PySparkException
@@ -70,7 +70,7 @@ def check_cluster(master: str, settings: Mapping[str, str]) -> None:
 
 
 def _check_room(master: str, threads: int, workers: int, cpus: int) -> None:
-    """Check that so many nodes fit, where the master alone (a local one has `threads`) tells how many can."""
+    """Check that the nodes fit, if the master's name alone tells how many do (a local one has `threads`)."""
     match = re.match(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,", master)
     executors, cores = (int(match[1]), int(match[2])) if match else (1, threads)
     if (match or is_local(master)) and workers > (room := executors * (cores // cpus)):
@@ -113,7 +113,7 @@ def paths_of_nodes(session: Any) -> dict[str, str]:
 
 
 def _inspection() -> Callable[[int], dict[str, Any]]:
-    """Return a function that tells of the Python that it runs in; it needs no steepest there."""
+    """Return a function that describes the Python that it runs in; it needs no steepest there."""
 
     def inspect(_: int) -> dict[str, Any]:
         import importlib.metadata

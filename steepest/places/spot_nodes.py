@@ -23,7 +23,7 @@ def labels_of(cloud: str) -> dict[str, str]:
 
 
 def only_on(labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the affinity of a pod that runs on nodes with one of these labels alone."""
+    """Return the affinity of a pod that runs only on nodes with one of these labels."""
     return _affinity([[_expression(key, "In", value)] for key, value in labels.items()])
 
 

@@ -1,4 +1,4 @@
-"""What a cluster wants of objects beyond options: values of a YAML file, merged into what is rendered."""
+"""Values of a YAML file, merged into the rendered objects: settings that no option has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_values(path: str) -> dict[str, Any]:
     """Return the values of a YAML file, by section.
 
     Raises:
-        ConfigurationError: the file cannot be read, is no YAML, or has a section that there is not.
+        ConfigurationError: the file cannot be read, is no YAML, or has an unknown section.
     """
     import yaml
 
@@ -59,8 +59,8 @@ def merged(base: Any, over: Any, where: str) -> Any:
 
     Args:
         base: the value; None where there is none.
-        over: what is merged into it.
-        where: for errors: where `over` stands.
+        over: the value to merge into it.
+        where: the place of `over`, for errors.
 
     Raises:
         ConfigurationError: one is a mapping, or a list, and the other is not.
@@ -92,7 +92,7 @@ def merged(base: Any, over: Any, where: str) -> Any:
 
 
 def _place_of(item: Any, items: Sequence[Any]) -> int | None:
-    """Return where a list has an item of the same name, if it does."""
+    """Return the index of a list's item of the same name; None if there is none."""
     if not isinstance(item, Mapping):
         return None
     name = next((each for each in _NAMES if each in item), None)
