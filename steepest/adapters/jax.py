@@ -101,10 +101,14 @@ class JaxModel(Model):
         skeleton, self._values = _named("parameter", params, self._x64)
         self._state_skeleton, self._state = _named("state", state, self._x64)
         if both := self._values.keys() & self._state.keys():
-            raise ModelError(f"a parameter and a part of the state are named {min(both)!r}")
+            raise ModelError(
+                f"a parameter and a part of the state are named {min(both)!r}: rename one"
+            )
         self._trainable = {n for n in self._values if frozen is None or not frozen(n)}
         if not self._trainable:
-            raise ModelError("nothing to train: params has no leaf that is not frozen")
+            raise ModelError(
+                "nothing to train: params has no leaf that is not frozen; name fewer by frozen="
+            )
         trained = {name: v for name, v in self._values.items() if name in self._trainable}
         if bad := [name for name, value in trained.items() if not value.is_floating_point()]:
             raise ModelError(

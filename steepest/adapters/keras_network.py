@@ -94,7 +94,10 @@ class KerasNetwork:
                     "the variable with trainable=False"
                 )
         if not gradients:
-            raise ModelError("the loss does not depend on any variable that is trained")
+            raise ModelError(
+                "the loss does not depend on any variable that is trained: compute it from the model's output, or set "
+                "trainable=True on a layer"
+            )
         taken = iter(gradients)
         by_name = {
             name: as_torch(next(taken)) if has else None for name, has in function.present.items()

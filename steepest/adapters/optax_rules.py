@@ -267,8 +267,8 @@ def optax_spec(
         for leaf in jax.tree.leaves(jax.eval_shape(transformation.init, abstract)):
             if torch_dtype(leaf.dtype) is None or str(leaf.dtype) not in _SENT:
                 raise ConfigurationError(
-                    f"the optax transformation keeps state of dtype {leaf.dtype}: servers keep "
-                    f"{', '.join(_SENT)}"
+                    f"the optax transformation keeps state of dtype {leaf.dtype}, which servers do not: "
+                    f"give one whose state has one of {', '.join(_SENT)}"
                 )
     lr = 1.0 if callable(learning_rate) else learning_rate
     schedule = learning_rate if callable(learning_rate) else None

@@ -81,7 +81,9 @@ class TensorFlowModel(Model):
         self._variables = self._network.variables
         self._trained = list(self._variables.trained)
         if not self._trained:
-            raise ModelError("nothing to train: every layer has trainable=False, or no weights")
+            raise ModelError(
+                "nothing to train: every layer has trainable=False, or no weights; set trainable=True on one"
+            )
         trained = {name: self._variables.parameters[name] for name in self._trained}
         self.optimizer_spec = network.read_optimizer(optimizer, trained, learning_rate)
         self.layout = self._plan(ChunkSpec())

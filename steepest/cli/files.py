@@ -21,7 +21,7 @@ def write_whole(target: Path, content: bytes) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise ConfigurationError(
-            f"--output {target}: it cannot be written there: {error.strerror}"
+            f"--output {target}: it cannot be written there ({error.strerror}): give another path"
         ) from error
 
 
@@ -34,7 +34,7 @@ def check_outputs(outputs: Sequence[Path]) -> None:
             )
         if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
             raise ConfigurationError(
-                f"{output}: {output.parent} is no directory that can be written to"
+                f"{output}: {output.parent} is no directory that can be written to: make it, or give another path"
             )
         if output.suffix.lower() == ".png" and find_spec("matplotlib") is None:
             raise ConfigurationError(

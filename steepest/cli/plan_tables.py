@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the predictions for embedding tables; return the exit status."""
     path = None if options.json in (None, "-") else Path(options.json)
     if path is not None and not path.parent.is_dir():
-        raise ConfigurationError(f"--json {path}: {path.parent} is no directory")
+        raise ConfigurationError(
+            f"--json {path}: {path.parent} is no directory: make it, or give another path"
+        )
     from steepest.planning.forecast import as_text
     from steepest.planning.id_samples import is_sample, samples_in
     from steepest.planning.quantities import bytes_of

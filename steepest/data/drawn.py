@@ -77,7 +77,9 @@ class DrawnSource:
                 "give it __len__, the number of its draws in an epoch"
             ) from None
         if not self.size:
-            raise ConfigurationError(f"the DataLoader's sampler ({name}) draws nothing")
+            raise ConfigurationError(
+                f"the DataLoader's sampler ({name}) draws nothing: let it draw a sample at least"
+            )
 
     def enter(self, epoch: int) -> None:
         """Call the sampler's `set_epoch`, if it has one, with the epoch that the loop enters."""

@@ -532,7 +532,7 @@ def pooled_rows(
         scale = rows.new_empty(0) if weights is None else weights
         if scale.dtype != rows.dtype:
             raise ConfigurationError(
-                f"per_sample_weights of {scale.dtype}: the table is of {rows.dtype}, as they must be"
+                f"per_sample_weights of {scale.dtype}: give them in the dtype of the table, {rows.dtype}"
             )
         bags = Bags(
             inverse.numpy(), bounds.detach().numpy(), scale.detach().numpy(), mode == "mean"

@@ -128,7 +128,10 @@ class RowExchange(RowCollector):
                 of a job.
         """
         if self.wait_until is None or self.position[1] < 0:  # or before the first weights
-            raise ConfigurationError("rows of embedding tables are pulled while a job runs")
+            raise ConfigurationError(
+                "rows of embedding tables were looked up outside of a job's steps: look them up in the forward pass "
+                "of a step or of evaluate(), or give the module rows of its own by steepest.connect(module)"
+            )
         at, self._done = self._done, self._done + 1
         asked = self._coming.get(at)
         was_right = asked is not None and _is_same(asked, group, tables, ids, training)

@@ -18,7 +18,7 @@ def value_of(result: EvaluationResult, metric: str) -> float:
     """Return the loss or a metric of an evaluation; ConfigurationError: there is no such metric."""
     values = {"loss": result.loss, **result.metrics}
     if metric not in values:
-        raise ConfigurationError(f"evaluations have no {metric!r}: they have {', '.join(values)}")
+        raise ConfigurationError(f"evaluations have no {metric!r}: give one of {', '.join(values)}")
     return values[metric]
 
 

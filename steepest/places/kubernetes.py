@@ -134,12 +134,16 @@ def _manifests(options: argparse.Namespace) -> list[dict[str, Any]]:
             "give a script, or --cluster without one: programs are then submitted with `ray job submit`"
         )
     if options.in_image and options.file:
-        raise ConfigurationError("--file has no use with --in-image: all files are in the image")
+        raise ConfigurationError(
+            "--file has no use with --in-image, where all files are in the image: leave one of them out"
+        )
     program = None if options.cluster else program_of(options, exists=not options.in_image)
     named = [] if program is None or options.in_image else [program.script]
     files = {Path(path).name: _text_of(path) for path in [*named, *options.file]}
     if len(files) < len(named) + len(options.file):
-        raise ConfigurationError("two of the files have the same name: they travel in one folder")
+        raise ConfigurationError(
+            "two of the files have the same name, and they travel in one folder: rename one"
+        )
     job = KubeRayJob(
         name=job_name(options),
         program=program,
@@ -184,4 +188,6 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path!r} cannot be read as a text: {error}") from None
+        raise ConfigurationError(
+            f"{path!r} cannot be read as a text ({error}): put it into the image, and use --in-image"
+        ) from None

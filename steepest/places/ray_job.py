@@ -64,7 +64,7 @@ class Pods:
         if not self.least <= self.workers <= self.most:
             raise ConfigurationError(
                 f"--min-workers={self.least} --workers={self.workers} --max-workers={self.most}: they "
-                "must not fall"
+                "must not fall; give them in ascending order"
             )
         for name in ("memory", "head_memory"):
             if not _QUANTITY.fullmatch(value := getattr(self, name)):

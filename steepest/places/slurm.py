@@ -135,7 +135,10 @@ class SlurmJob:
             if "\n" in line:
                 raise ConfigurationError(f"--setup={line!r}: give it once for each line")
         if "\n" in (command := self.program.command()):
-            raise ConfigurationError(f"the program's command line has a line break: {command!r}")
+            raise ConfigurationError(
+                f"the program's command line has a line break: {command!r}; leave it out, or put the argument "
+                "into a file"
+            )
         for directive in self.directives:
             if not _DIRECTIVE.fullmatch(directive):
                 raise ConfigurationError(

@@ -144,7 +144,8 @@ def sample_ids(
     try:
         if not counting:
             raise ConfigurationError(
-                "the model has no embedding tables, of which a plan could be made"
+                "the model has no embedding tables to plan for: give one with a steepest.Embedding, or plan its steps "
+                "with steepest.plan()"
             )
         passes = job.take(batches, seconds)
     finally:
@@ -281,7 +282,9 @@ class _MeasuredJob:
                 if self._now() > until and len(self._rows) > 1:
                     break
         if not self._rows:
-            raise ModelRaisedError("the function that trains ended before it took a batch")
+            raise ModelRaisedError(
+                "the function that trains ended before it took a batch: let it take one at least"
+            )
         return self._rows
 
     def end(self) -> None:

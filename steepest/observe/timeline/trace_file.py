@@ -32,7 +32,7 @@ def check_target(path: str | Path) -> Path:
         unfinished.unlink()
     except OSError as error:
         raise ConfigurationError(
-            f"timeline {target}: it cannot be written there: {error.strerror or error}"
+            f"timeline {target}: it cannot be written there ({error.strerror or error}): give another path"
         ) from error
     return target
 
@@ -57,7 +57,7 @@ def write_trace(
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise ConfigurationError(
-            f"timeline {path}: it could not be written: {error.strerror or error}"
+            f"timeline {path}: it could not be written ({error.strerror or error}): give another path"
         ) from error
     return count
 
@@ -77,7 +77,7 @@ def read_trace(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             content = json.loads(file.read().decode())
     except OSError as error:
         raise ConfigurationError(
-            f"{path}: there is no trace to be read: {error.strerror or error}"
+            f"{path}: there is no trace to be read ({error.strerror or error}): give the path of one"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
@@ -97,5 +97,8 @@ def read_trace(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         )
     events = content.get("traceEvents")
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
-        raise ConfigurationError(f"{path} is no whole trace: it has no list of events")
+        raise ConfigurationError(
+            f"{path} is no whole trace: it has no list of events; give a file that `sgd.timeline(...)` or "
+            "`steepest run --timeline` has written"
+        )
     return events, description
