@@ -109,7 +109,8 @@ class Cursor:
         self.place = LoopPlace()
         self._opened = self.place  # of the first batch of the present sum of gradients
         self.skip = self.before = 0
-        self.is_sure = self.is_at_last = False
+        self.is_sure = False
+        self.is_at_last = False
         self.samples: int | None = None
         self.whole = self.samples_of_all = 0
         self._source = source

@@ -46,7 +46,8 @@ class EachEpochSource:
         inner: the same; replaced when the user's function begins anew and makes its data once more.
     """
 
-    each_epoch = model_seeds = True  # see `steepest.core.data.protocol.Source`
+    each_epoch = True
+    model_seeds = True  # see `steepest.core.data.protocol.Source`
 
     def __init__(self, inner: Source) -> None:
         self.inner = inner

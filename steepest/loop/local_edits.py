@@ -32,7 +32,8 @@ class LocalEdits:
     """
 
     def __init__(self) -> None:
-        self.keeps = self.is_found = False
+        self.keeps = False
+        self.is_found = False
         self._is_settled = False
         self._kept: dict[int, torch.Tensor] = {}
         self._changed = 0  # steps in which gradients have changed
@@ -69,7 +70,8 @@ class LocalEdits:
         known = [factor for factor in factors if factor is not None]
         most = max(map(abs, known), default=0.0)
         if len(known) < len(factors) or (known and max(known) - min(known) > _ROUNDINGS * most):
-            self.is_found = self._is_settled = True
+            self.is_found = True
+            self._is_settled = True
         elif known and known[0] != 1.0:
             self._factor = known[0]
             if before is not None:
@@ -107,7 +109,8 @@ class EditWarnings:
 
     def __init__(self, loop: UserLoop) -> None:
         self._loop = loop
-        self.are_made = self.are_told = False
+        self.are_made = False
+        self.are_told = False
         self.epoch = -1
 
     def look(self) -> None:

@@ -45,7 +45,8 @@ class Losses:
         self.found: list[torch.Tensor] = []
         self.scale: float | None = 1.0
         self._loop = loop
-        self._has_looked = self._has_warned = False
+        self._has_looked = False
+        self._has_warned = False
         self.looks = LossLooks()
 
     def add(self, loss: torch.Tensor) -> None:

@@ -67,7 +67,9 @@ class Overlap:
         # by entry, as it was accumulated last: parameter, gradient, its version
         self._seen: dict[int, Seen] = {}
         self._left: dict[int, torch.Tensor] = {}  # by entry: its values as they left
-        self._is_guessing = self._is_wrong = self._never = False
+        self._is_guessing = False
+        self._is_wrong = False
+        self._never = False
         self._looks_often = True  # whether values are compared after each guess
         self._looked_at: set[int] = set()  # the entries of which that was found
         self._weight = 0.0  # with which gradients have left

@@ -35,7 +35,8 @@ class Unseen:
     look: Callable[[Any], None] | None = None
 
     def __init__(self) -> None:
-        self.watches = self.happened = False
+        self.watches = False
+        self.happened = False
 
 
 @contextlib.contextmanager

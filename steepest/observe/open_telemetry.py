@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from steepest.errors import ConfigurationError
 from steepest.observe.delivery import Ending
+from steepest.observe.gauges import Gauges, SetGauge
 from steepest.observe.loggers import Logger, Point, load_module, logged_until
 
-log = logging.getLogger(__name__)
-_MOST_GAUGES = 200  # a backend keeps a series of each
 _RUN_ID = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
 _SCOPE = "steepest"
 
@@ -52,8 +51,7 @@ class OpenTelemetry(Logger):
         self._own_providers = tracer_provider, meter_provider
         self._span: Any = None  # of the run
         self._last = 0.0  # when the last logged step was committed
-        self._gauges: dict[str, Any] = {}
-        self._full = False
+        self._gauges = Gauges(self.key, self._make_gauge)
 
     def new_run(self) -> None:
         """Check that the program sends traces or metrics anywhere; the first span has the run's id."""
@@ -96,8 +94,7 @@ class OpenTelemetry(Logger):
             elif point.kind == "event":
                 attributes = {"step": point.step, "line": point.text}
                 self._add(point.event, point.time - point.seconds, point.time, attributes)
-        for name, value in last.items():
-            self._set(name, value)
+        self._gauges.set(last)
 
     def _add(self, name: str, began: float, ended: float, attributes: Mapping[str, Any]) -> None:
         """Send a span of the run; times are of `time.time`."""
@@ -107,27 +104,16 @@ class OpenTelemetry(Logger):
         span = self._tracer.start_span(name, context, attributes=all_attributes, start_time=start)
         span.end(int(1e9 * ended))
 
-    def _set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        if name not in self._gauges:
-            if len(self._gauges) >= _MOST_GAUGES:
-                if not self._full:
-                    self._full = True
-                    log.warning(
-                        "%s: %r and whatever comes later gets no gauge, because there are %d: report numbers under "
-                        "names that stay, without steps or ids in them", self.key, name, _MOST_GAUGES,
-                    )  # fmt: skip
-                return
-            plain = re.sub(r"[^a-zA-Z0-9_./-]", "_", name).replace("/", ".")
-            self._gauges[name] = self._meter.create_gauge(f"steepest.{plain}", description=name)
-        self._gauges[name].set(value, attributes={"run": self._run})
+    def _make_gauge(self, name: str) -> SetGauge:
+        plain = re.sub(r"[^a-zA-Z0-9_./-]", "_", name).replace("/", ".")
+        gauge = self._meter.create_gauge(f"steepest.{plain}", description=name)
+        return partial(gauge.set, attributes={"run": self._run})
 
     def finish(self, how: Ending) -> None:
         """End the run's span, with how it has ended, and have all sent."""
         if self._span is None:
             return
-        for name in ("job/workers", "job/servers"):
-            self._set(name, 0.0)
+        self._gauges.end()
         codes, ended = self._trace.StatusCode, self._span
         ended.set_attribute("ended", how)
         ended.set_status(

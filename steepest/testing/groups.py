@@ -94,7 +94,8 @@ class _SimulatedGroup(ProcessGroup):
         self._programs: deque[Program] = deque()
         self._operation: Operation | None = None  # in progress
         self._number = 0  # of exchanging operations that have begun
-        self._ended = self._works = False
+        self._ended = False
+        self._works = False
         self._met = {place.rank}  # members whose key is here
         ways.send_key(str(place.rank), b"here")
 
@@ -110,7 +111,8 @@ class _SimulatedGroup(ProcessGroup):
 
     def end(self) -> None:
         """See `ProcessGroup`."""
-        self._ended = self._meeting.over = True
+        self._ended = True
+        self._meeting.over = True
 
     def wake(self) -> None:
         """Go on with the present program as far as it goes."""

@@ -120,7 +120,9 @@ class _Probe:
         self._named: dict[str, torch.Tensor] = {}
         self._done = 0  # steps of the job, as far as this function knows
         self._epoch = -1
-        self._is_over = self._has_autocast = self._sums = False
+        self._is_over = False
+        self._has_autocast = False
+        self._sums = False
         self._schedulers: list[Any] = []
         self._lengths: list[
             tuple[int, int, str]

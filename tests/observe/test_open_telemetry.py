@@ -99,7 +99,7 @@ def test_a_run_is_a_trace_with_its_steps_and_its_changes() -> None:
 def test_some_steps_and_a_bounded_number_of_gauges(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("steepest.observe.open_telemetry._MOST_GAUGES", 3)
+    monkeypatch.setattr("steepest.observe.gauges._MOST_GAUGES", 3)
     backend = Backend()
     train(backend, 10, every=5)
     assert [span.attributes["train/step"] for span in backend.spans("step")] == [5, 10]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from steepest.observe.page.thinning import short
 
@@ -12,11 +12,20 @@ from steepest.observe.page.thinning import short
 Counted = Mapping[str, tuple[float, Sequence[tuple[int, int, float, float]]]]
 
 
+class _ServerCounters(NamedTuple):
+    """The counters of one server at a time of its process's clock; times in seconds."""
+
+    now: float
+    commits: int
+    taking: float
+    committing: float
+
+
 class ServerTimes:
     """The means of a version, between the last two looks at which a server had made progress."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[str, int], tuple[float, int, float, float]] = {}
+        self._before: dict[tuple[str, int], _ServerCounters] = {}
         self._found: dict[tuple[str, int], dict[str, Any]] = {}
 
     def add(self, counted: Counted) -> None:
@@ -25,17 +34,18 @@ class ServerTimes:
         for process, (now, servers) in counted.items():
             for index, *sums in servers:
                 key = (process, index)
-                commits, taking, committing = int(sums[0]), float(sums[1]), float(sums[2])
-                here[key] = (now, commits, taking, committing)
-                began, before, took, applied = self._before.get(key, (now, commits, 0.0, 0.0))
-                if (versions := commits - before) > 0:
-                    each = ((taking - took) / versions, (committing - applied) / versions)
-                    rest = max((now - began) / versions - sum(each), 0.0)
+                look = _ServerCounters(now, int(sums[0]), float(sums[1]), float(sums[2]))
+                before = self._before.get(key, _ServerCounters(now, look.commits, 0.0, 0.0))
+                here[key] = look
+                if (versions := look.commits - before.commits) > 0:
+                    taking = (look.taking - before.taking) / versions
+                    updating = (look.committing - before.committing) / versions
+                    rest = max((now - before.now) / versions - taking - updating, 0.0)
                     self._found[key] = {
                         "server": index,
                         "versions": versions,
-                        "taking": short(each[0]),
-                        "updating": short(each[1]),
+                        "taking": short(taking),
+                        "updating": short(updating),
                         "waiting": short(rest),
                     }
                 elif versions < 0:  # another server of the same name

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from steepest.observe.delivery import Ending
+from steepest.observe.gauges import Gauges, SetGauge
 from steepest.observe.loggers import Logger, Point
-
-log = logging.getLogger(__name__)
-_MOST_GAUGES = 200  # Prometheus keeps a series of each, for each process that has set it
 
 
 class Prometheus(Logger):
@@ -30,8 +28,7 @@ class Prometheus(Logger):
         super().__init__(**settings)
         self.key = f"Prometheus {run}"
         self._run = run
-        self._gauges: dict[str, Any] = {}
-        self._full = False
+        self._gauges = Gauges(self.key, self._make_gauge)
 
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
         """Continue with the gauges as they are: they have only the last values."""
@@ -42,29 +39,15 @@ class Prometheus(Logger):
         last: dict[str, float] = {}
         for point in points:
             last |= point.values
-        for name, value in last.items():
-            self._set(name, value)
+        self._gauges.set(last)
 
     def finish(self, how: Ending) -> None:
         """Set the gauges of workers and servers to 0."""
-        for name in ("job/workers", "job/servers"):
-            self._set(name, 0.0)
+        self._gauges.end()
 
-    def _set(self, name: str, value: float) -> None:
+    def _make_gauge(self, name: str) -> SetGauge:
         from ray.util.metrics import Gauge
 
-        if name not in self._gauges:
-            if len(self._gauges) >= _MOST_GAUGES:
-                if not self._full:
-                    self._full = True
-                    log.warning(
-                        "%s: %r and whatever comes later gets no gauge, because there are %d: report "
-                        "numbers under names that stay, without steps or ids in them",
-                        self.key,
-                        name,
-                        _MOST_GAUGES,
-                    )
-                return
-            plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            self._gauges[name] = Gauge(f"steepest_{plain}", description=name, tag_keys=("run",))
-        self._gauges[name].set(value, tags={"run": self._run})
+        plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+        gauge = Gauge(f"steepest_{plain}", description=name, tag_keys=("run",))
+        return partial(gauge.set, tags={"run": self._run})
