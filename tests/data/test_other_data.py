@@ -132,7 +132,7 @@ def serially(*parts: tuple[Any, int]) -> Weights:
     return snapshot(net)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_weights_optimizer_and_step_go_on_with_other_data(workers: int, tmp_path: Path) -> None:
     old, new = samples(24), others(48)

@@ -283,6 +283,7 @@ def test_a_gathered_metric_is_that_of_one_process(workers: int) -> None:
     assert len(GATHERED) == 6 * workers
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("_simulated")
 @pytest.mark.parametrize("moment", [100, 160, 220, 280])
 def test_a_worker_dies_where_a_loop_evaluates(moment: int) -> None:

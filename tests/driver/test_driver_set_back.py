@@ -173,6 +173,7 @@ def test_callbacks_hear_of_no_step_of_an_earlier_call(tmp_path: Path) -> None:
         job.end()
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_a_program_that_ends_with_save_saves_its_last_step(name: str, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def remembering(parts: Parts, epochs: int) -> None:
 SCRIPT = Script(remembering, data=samples(16), epochs=2)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_successor_has_what_was_kept_at_the_step_that_it_takes(strategy: str) -> None:
     script = Script(remembering, data=samples(16), epochs=2)

@@ -128,6 +128,7 @@ def test_a_successor_draws_what_the_dead_worker_would_have_drawn(
         assert same_bits(found, undisturbed), (victim, place)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_job_that_is_set_back_to_an_epochs_end_draws_and_reports_as_before(step: int) -> None:
     """Members of a round have all of the state: with each death all go back to the last snapshot."""

@@ -195,6 +195,7 @@ def updates_up_to(log: CommitLog, worker: int, strategy: LocalStrategy, count: i
     return found
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize("kill", ["", "worker 0", "worker 2"])

@@ -135,6 +135,7 @@ def test_a_sum_is_whole_if_others_are_between_two_of_its_batches(
     assert difference(found.weights, alone(SCRIPTS[script], 2)) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=list(SCRIPTS))
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -73,7 +73,7 @@ def test_two_of_four_workers_go_on_at_once(strategy: Any, *, silently: bool) -> 
         assert simulation.scheduler.now - began < 15.0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_one_worker_goes_on_alone_when_nobody_comes(strategy: Any) -> None:
     simulation = Simulation(2, cpus=(0, 1, 1))

@@ -173,6 +173,7 @@ def test_threads_of_the_driver_have_names() -> None:
         assert simulation.threads() == []
 
 
+@pytest.mark.long
 def test_notice_of_a_node_moves_its_processes_away() -> None:
     simulation = Simulation(3, cpus=(2, 2, 2))
     with (

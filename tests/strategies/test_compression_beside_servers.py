@@ -32,6 +32,7 @@ def bits(trainer: DistributedSGD) -> Weights:
     return {parameter: value.clone() for parameter, value in trainer.weights().items()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_worker_that_leaves_nothing_out_is_one_of_the_checkpoint_all_the_same(

@@ -155,6 +155,7 @@ def test_one_slow_worker_holds_up_nobody(seconds: list[float], quorum: int, leas
     assert shares[1] < 0.6 < least <= shares[0]
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("grace", [None, 0.4])

@@ -159,6 +159,7 @@ def test_a_checkpoint_goes_on_exactly(delay: int, tmp_path: Path) -> None:
     assert same_bits(found, whole)
 
 
+@pytest.mark.long
 def test_workers_come_and_go_and_weights_are_set() -> None:
     task = wide_task("momentum", 96)
     strategy = LocalStrategy(

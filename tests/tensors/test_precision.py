@@ -105,6 +105,7 @@ def reference(
     return {name: p.detach() for name, p in master.named_parameters()}
 
 
+@pytest.mark.few(5)
 @WIRES
 @pytest.mark.parametrize("which", ["both", "pushes", "pulls"])
 @pytest.mark.parametrize("workers", [2, 3])
