@@ -355,7 +355,7 @@ def an_answer(steps: int, answers: int = 81) -> str:
         view.add_all(rows)
         rows, record = history.record.rows(record)
         view.add_all(rows)
-        told = view.told(known, history.record.open_span())
+        told = view.as_json(known, history.record.open_span())
         json.dumps(told, separators=(",", ":")).encode()
         found.append(thread_time() - began)
         curves = told["curves"]

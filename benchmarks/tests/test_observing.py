@@ -56,9 +56,9 @@ class Looked:
         self.view, self.known = RunView("a run"), list[Known]()
         self.view.add_all(map(row_of, (1, 2, 3)))
 
-    def told(self, known: Known) -> Any:
+    def as_json(self, known: Known) -> Any:
         self.known.append(known)
-        return self.view.told(known)
+        return self.view.as_json(known)
 
     def stacks(self) -> str:
         raise AssertionError

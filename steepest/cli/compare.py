@@ -20,10 +20,10 @@ from steepest.observe.comparison import (
     Criterion,
     csv_of,
     outcomes_of,
+    page_data,
     picture_of,
     recommend,
     table_of,
-    told,
 )
 from steepest.observe.page.document import chart_script, document
 from steepest.strategies.names import STRATEGY_NAMES
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     subtitle = f"{options.workers} workers, {of_seeds}, up to {options.minutes:g} minutes of training for each"
     makers: dict[str, Callable[[], bytes]] = {
         ".html": lambda: document(
-            told(title, subtitle, trials, __version__, by), charts, "comparison"
+            page_data(title, subtitle, trials, __version__, by), charts, "comparison"
         ).encode(),
         ".csv": lambda: csv_of(trials).encode(),
         ".png": lambda: picture_of(title, trials, by),

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     charts = chart_script()
     views = [read_run(run) for run in options.runs]
     if len(views) == 1:
-        text = document(views[0].told(), charts)
+        text = document(views[0].as_json(), charts)
     else:
         text = document(overlay_of(views, options.runs, __version__), charts, "comparison")
     page = text.encode()

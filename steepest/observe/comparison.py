@@ -320,7 +320,7 @@ def _row_of(each: Outcome) -> list[str]:
     return [each.strategy, *numbers, f"{each.seconds:.1f} s", *sent, stale, each.ended]
 
 
-def told(
+def page_data(
     name: str,
     description: str,
     trials: Sequence[TriedStrategy],
@@ -335,7 +335,7 @@ def told(
     for trial in trials:
         view = RunView(trial.strategy)
         view.add_all(row for row in trial.rows if row["kind"] != "step" or row["samples"])
-        curves = view.told()["curves"] if _RunOutcome(trial, by).steps else None
+        curves = view.as_json()["curves"] if _RunOutcome(trial, by).steps else None
         label = trial.strategy + (f", seed {trial.seed}" if len(trials) > len(outcomes) else "")
         runs.append(
             {"strategy": label, "colour": strategies.index(trial.strategy), "curves": curves}

@@ -298,7 +298,7 @@ def test_what_is_reported_behind_the_last_step_has_a_row(tmp_path: Path) -> None
     assert logger.points[-1].values["train/seen"] == reported["seen"]
     view = RunView("run")
     view.add_all(rows)
-    shown = view.curves.told()["values"]["metrics/seen"][0][-1]
+    shown = view.curves.as_json()["values"]["metrics/seen"][0][-1]
     assert shown == pytest.approx(reported["seen"], rel=1e-5)
     assert [row for row in once(Memory())[0] if row["kind"] == "report"] == [last]
 

@@ -80,7 +80,7 @@ def main() -> None:
         run = Path(folder) / "digits"
         train(run)
         file = Path(folder) / "page.html"
-        file.write_text(document(read_run(run).told(), chart_script()))
+        file.write_text(document(read_run(run).as_json(), chart_script()))
         page.size(1200, 2400)
         page.go(file.as_uri())
         page.wait_for("document.querySelector('#heat svg') !== null")

@@ -18,9 +18,9 @@ from steepest.observe.comparison import (
     TriedStrategy,
     csv_of,
     outcomes_of,
+    page_data,
     recommend,
     table_of,
-    told,
 )
 from steepest.observe.page.document import document
 from tests.page_rows import row_of
@@ -107,7 +107,7 @@ def test_the_table_has_a_line_for_each_step() -> None:
 
 
 def test_the_page_holds_its_data_and_no_script_that_a_name_brings() -> None:
-    data = told(
+    data = page_data(
         "</script><b>", "2 workers", [trial("ps", 0.1, 0.01), TriedStrategy("ssp", [], "no")]
     )
     page = document(data, "", "comparison")
@@ -137,7 +137,7 @@ def test_several_seeds_are_compared_by_their_means() -> None:
     assert head[1] == "loss"
     lines = list(csv.DictReader(io.StringIO(csv_of(trials))))
     assert [line["seed"] for line in lines] == [str(n) for n in (0, 1, 2) for _ in range(100)] * 2
-    data = told("a", "b", trials)
+    data = page_data("a", "b", trials)
     assert [run["colour"] for run in data["runs"]] == [0, 0, 0, 1, 1, 1]
     assert data["runs"][1]["strategy"] == "ps, seed 1"
     assert [each["strategy"] for each in data["spent"]] == ["ps", "local"]
@@ -170,7 +170,7 @@ def test_what_the_script_reports_of_held_out_data_may_decide() -> None:
     assert table_of(outcomes_of(trials, more))[0][1] == "right"
     found = recommend(outcomes_of(trials, Criterion.read("no_such")))
     assert found == (None, "None: no strategy has trained with 'no_such', see how each ended.")
-    assert told("a", "b", trials, by=more)["by"] == "metrics/right"
+    assert page_data("a", "b", trials, by=more)["by"] == "metrics/right"
 
 
 def test_of_equal_reports_the_first_to_reach_them_is_recommended() -> None:

@@ -252,4 +252,4 @@ def test_the_command_refuses_what_is_no_trace(
     assert "is no whole trace" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe.json")
     assert main(["explain", str(tmp_path / "pipe.json")]) == 1
-    assert "no trace to be read: it is no regular file" in capsys.readouterr().err
+    assert "no trace to be read (it is no regular file)" in capsys.readouterr().err

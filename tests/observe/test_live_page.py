@@ -63,8 +63,8 @@ class Fixed:
         self.view = RunView("a secret name")
         self.view.add_all(map(row_of, steps))
 
-    def told(self, known: Known) -> Any:
-        return self.view.told(known)
+    def as_json(self, known: Known) -> Any:
+        return self.view.as_json(known)
 
     def stacks(self) -> str:
         return "worker 0 computes"
@@ -285,7 +285,7 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
 
     class Look(After):
         def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
-            told = live.told(Known())
+            told = live.as_json(Known())
             seen.append((result.step, told["curves"]["step"][-1]))
             super().on_step(trainer, result)
 
@@ -298,11 +298,11 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         live = LiveRun(trainer._live(), trainer._training, "a run")
         trainer.fit(steps=20, callbacks=[Look({9: kill_server})], progress=False)
         pause(1.0)  # rows are not read anew at once
-        told, view = live.told(Known()), RunView("a run")
+        told, view = live.as_json(Known()), RunView("a run")
         view.add_all(trainer.history[:])
-        assert curves(told) == curves(view.told())
+        assert curves(told) == curves(view.as_json())
         assert told["curves"]["step"] == list(range(1, 21))
-        assert told["events"] == view.told()["events"]
+        assert told["events"] == view.as_json()["events"]
         assert [each["name"] for each in told["processes"]] == [p.name for p in trainer.processes()]
         assert [each["name"].partition(" (pid")[0] for each in told["ended"]] == ["server 1"]
         assert told["live"]
@@ -316,7 +316,7 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         for _ in range(2):  # what is used in a second takes two looks
             live._ask()
             pause(1.0)
-        for process in live.told(Known())["processes"]:
+        for process in live.as_json(Known())["processes"]:
             assert process["memory"] > 0
             assert process["processor"] >= 0
             assert process["sent"] >= 0
@@ -330,12 +330,12 @@ def test_a_live_page_shows_what_servers_spend_a_version_on() -> None:
         DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
     ):
         live = LiveRun(trainer._live(), trainer._training, "a run")
-        assert live.told(Known())["servers"] == []
+        assert live.as_json(Known())["servers"] == []
         pause(6.0)  # the next look at counters is five seconds later
         trainer.fit(steps=4, progress=False)
-        live.told(Known())
+        live.as_json(Known())
         pause(1.0)
-        (server,) = live.told(Known())["servers"]
+        (server,) = live.as_json(Known())["servers"]
         assert (server["server"], server["versions"]) == (0, 4)
         assert 0 < server["taking"] < server["waiting"]
         assert 0 < server["updating"] < server["waiting"]
@@ -384,8 +384,8 @@ def test_files_are_watched_while_they_grow_and_when_they_are_written_anew(tmp_pa
     watched._next = 0.0
 
     def told() -> Any:
-        found = watched.told(Known())
-        assert curves(found) == curves(read_run(tmp_path).told())
+        found = watched.as_json(Known())
+        assert curves(found) == curves(read_run(tmp_path).as_json())
         return found
 
     assert told()["curves"]["step"] == [1, 2]
@@ -394,17 +394,17 @@ def test_files_are_watched_while_they_grow_and_when_they_are_written_anew(tmp_pa
     assert first["step"] == [1, 2, 3]
     with open(path, "a") as half:
         half.write('{"kind": "step", "ti')
-    assert watched.told(Known())["curves"] == first
+    assert watched.as_json(Known())["curves"] == first
     file.resume(2)
     file.append([row_of(3, loss=7.0), row_of(4)])
-    anew = watched.told(Known(2, first["revision"]))["curves"]
+    anew = watched.as_json(Known(2, first["revision"]))["curves"]
     assert (anew["from"], anew["step"]) == (0, [1, 2, 3, 4])
     assert anew["revision"] != first["revision"]
     job = {"kind": "job", "time": 1.0, "step": 0, "format": 1, "strategy": "async", "processes": []}
     HistoryFile(tmp_path / "job.jsonl").append([job])
     assert told()["about"]["strategy"] == "async"
     path.unlink()
-    assert "there is no run" in watched.told(Known())["about"]["notes"][0]
+    assert "there is no run" in watched.as_json(Known())["about"]["notes"][0]
 
 
 def test_watch_finds_the_page_of_a_live_job(
@@ -556,7 +556,7 @@ def test_a_live_page_has_the_last_lines_of_each_process() -> None:
         (pid,) = (each.pid for each in trainer.processes() if each.name == "worker 1")
         os.kill(pid, signal.SIGKILL)
         trainer.fit(steps=2, progress=False)
-        (ended,) = run.told(Known())["ended"]
+        (ended,) = run.as_json(Known())["ended"]
         assert ended["name"] == f"worker 1 (pid {pid})"
         assert "made by worker 1" in run.log(ended["name"])
 

@@ -42,7 +42,7 @@ def test_a_thinned_curve_has_the_mean_and_the_bounds_of_its_steps(seed: int) -> 
     for step in steps:
         value = math.nan if step in unknown else values[step]
         curves.add(step, float(step), {"a": value}, {"n": 2.0})
-    told = curves.told()
+    told = curves.as_json()
     assert limit / 2 <= len(told["step"]) <= limit
     width = told["width"]
     assert width & (width - 1) == 0
@@ -62,9 +62,9 @@ def test_what_is_told_later_continues_what_was_told_before() -> None:
         curves.add(step, float(step), {"a": float(step)}, {})
         if step % 7 == 0:
             since = max(len(shown) - 1, 0) if revision == curves.revision else 0
-            told = curves.told(since)
+            told = curves.as_json(since)
             shown, revision = shown[:since] + told["values"]["a"][0], told["revision"]
-            assert shown == curves.told()["values"]["a"][0]
+            assert shown == curves.as_json()["values"]["a"][0]
 
 
 # -- workers ---------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_steps_that_are_taken_again_replace_those_before(simulated: None) -> Non
     for row in record.unwritten()[0]:
         times.add(row)
     assert [row["step"] for row in times.spans] == [1, 2, 3, 4, 5, 6]
-    assert [step for step, _, _ in times.told()["lanes"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _, _ in times.as_json()["lanes"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_slow_worker_is_seen_in_its_scores() -> None:
@@ -197,7 +197,7 @@ def test_a_program_that_continues_has_the_record_of_the_one_before(tmp_path: Pat
         ):
             trainer.fit(steps=steps, progress=False)
     view = read_run(tmp_path)
-    told = view.told()
+    told = view.as_json()
     assert view.notes == []
     assert told["curves"]["step"] == list(range(1, 10))
     assert [row["step"] for row in told["checkpoints"]][:2] == [4, 5]
@@ -218,7 +218,7 @@ def test_a_history_that_is_half_written_is_used_as_far_as_it_is_whole(tmp_path: 
     ]
     (tmp_path / "history.jsonl").write_text("\n".join([*lines, *bad]))
     view = read_run(tmp_path / "history.jsonl")
-    assert view.told()["curves"]["step"] == [1, 2, 3]
+    assert view.as_json()["curves"]["step"] == [1, 2, 3]
     torn, missing = view.notes
     assert torn == "history.jsonl: 4 lines are not whole, as after a crash, and left out"
     assert missing.startswith("there is no job.jsonl beside the history")
@@ -245,7 +245,7 @@ def test_rows_of_any_values_make_a_page_of_those_that_are_whole(tmp_path: Path, 
             for at in chance.sample(range(1, len(rows)), 4):
                 lines[at] = json.dumps(mutated(chance, rows[at]))
             (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-        data = read_run(tmp_path).told()
+        data = read_run(tmp_path).as_json()
         assert data_of(pages.document(data, "")) == json.loads(json.dumps(data))
         assert len(data["curves"]["step"]) >= 4
         assert [each["name"] for each in data["processes"]] == ["worker 0"]
@@ -269,7 +269,7 @@ def test_rates_are_those_of_each_program_and_of_no_pause_between_them() -> None:
         (6, 3.0),
     ):  # another program begins with 5
         view.add(row_of(step, seconds=seconds))
-    sums = view.told()["curves"]["sums"]
+    sums = view.as_json()["curves"]["sums"]
     assert (sums["samples"], sums["seconds"]) == ([None, 8, 8, 8], [None, 2.0, 1.0, 2.0])
 
 
@@ -308,7 +308,7 @@ def test_a_page_without_the_extra_says_what_to_install(
 def test_names_cannot_end_the_script_that_holds_the_data() -> None:
     view = RunView("</script><script>alert(1)</script>")
     view.add(row_of(1, metrics={"<!--<script>": 1.0}))
-    page = pages.document(view.told(), "")
+    page = pages.document(view.as_json(), "")
     assert data_of(page)["about"]["name"] == view.name
     assert page.count("</script>") == 3
     assert "%S" not in page
@@ -328,5 +328,5 @@ def test_the_page_of_a_long_run_of_many_workers_is_small(tmp_path: Path, simulat
             record.stepped(step, 5.0 * step, parts)
     view.add_all(record.unwritten()[0])
     assert (
-        len(pages.document(view.told(), "")) < 1_100_000
+        len(pages.document(view.as_json(), "")) < 1_100_000
     )  # and the script of the charts has 4.8 MB

@@ -63,7 +63,7 @@ def long_run() -> str:
     processes = [[f"worker {w}", "ab12" * 14, f"10.0.0.{w // 8}", 1000 + w] for w in range(64)]
     record.describe(0, {"strategy": "ps", "samples": 2048, "processes": processes})
     view.add_all(record.unwritten()[0])
-    return document(view.told(), chart_script())
+    return document(view.as_json(), chart_script())
 
 
 def test_the_page_of_a_long_run_opens_at_any_width_by_day_and_by_night(
@@ -103,7 +103,7 @@ def test_what_few_steps_have_is_seen_beside_what_all_have(page: Browser, tmp_pat
     for step in range(1, 61):
         found = {"loss": 1 / step, "accuracy": step / 60} if step % 20 == 0 else {}
         view.add(row_of(step, metrics=found))
-    file.write_text(document(view.told(), chart_script()))
+    file.write_text(document(view.as_json(), chart_script()))
     page.size(1440)
     page.go(file.as_uri())
     page.wait_for(SHOWN)
@@ -201,7 +201,7 @@ def scored(
         {"name": f"worker {w}", "node": "a", "host": "b", "pid": w, "processor": part}
         for w, part in enumerate(processor or [])
     ]}  # fmt: skip
-    file.write_text(document(view.told(now=live if processor else None), chart_script()))
+    file.write_text(document(view.as_json(now=live if processor else None), chart_script()))
     page.size(1440)
     page.go(file.as_uri())
     page.wait_for("document.querySelectorAll('#scores tr').length > 1")
@@ -227,7 +227,7 @@ def test_a_stranger_reads_what_is_missing(page: Browser) -> None:
     from steepest.observe.page.server import PageServer
 
     class Nothing:
-        def told(self, known: object) -> dict[str, object]:
+        def as_json(self, known: object) -> dict[str, object]:
             raise AssertionError
 
         def stacks(self) -> str:

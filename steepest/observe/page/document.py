@@ -36,7 +36,7 @@ def document(data: Mapping[str, Any], charts: str, kind: Kind = "page") -> str:
     """Return a page of some data, with the script that draws its charts.
 
     Args:
-        data: as `RunView.told` has them; of a comparison as `steepest.observe.comparison.told` has them.
+        data: as `RunView.as_json` has them; of a comparison as `steepest.observe.comparison.page_data` has them.
         charts: the script of `chart_script`.
         kind: "page" for that of a job, "comparison" for that of several runs.
     """

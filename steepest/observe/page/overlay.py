@@ -21,7 +21,7 @@ def overlay_of(views: Sequence[RunView], names: Sequence[str], version: str = ""
         names: what the user calls them, such as their directories.
         version: steepest's.
     """
-    told = [view.told() for view in views]
+    told = [view.as_json() for view in views]
     labels = _apart([each["about"]["name"] for each in told], names)
     metrics = dict.fromkeys(
         name for each in told for name in each["curves"]["values"] if name.startswith("metrics/")
@@ -80,7 +80,7 @@ class WatchedRuns:
         self._names, self._version = [str(run) for run in runs], version
         self._runs = [WatchedRun(run) for run in runs]
 
-    def told(self, known: Known) -> dict[str, Any]:
+    def as_json(self, known: Known) -> dict[str, Any]:
         """Return the data of the page, all of them."""
         return overlay_of([run.view for run in self._runs], self._names, self._version)
 

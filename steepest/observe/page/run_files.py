@@ -139,9 +139,9 @@ class WatchedRun:
         self._view = self._read()
         self._put_off(began)
 
-    def told(self, known: Known) -> dict[str, Any]:
+    def as_json(self, known: Known) -> dict[str, Any]:
         """Return the data of the page."""
-        return self.view.told(known)
+        return self.view.as_json(known)
 
     def stacks(self) -> str:
         """Return a sentence: there is no job to ask."""

@@ -155,7 +155,7 @@ class RunView:
 
     # -- the page ------------------------------------------------------------------------------
 
-    def told(
+    def as_json(
         self,
         known: Known | None = None,
         span: Mapping[str, Any] | None = None,
@@ -171,7 +171,7 @@ class RunView:
         known = known or Known()
         begin = known.since if known.revision == self.curves.revision else 0
         anew = known.changes != self._changes
-        last, workers = self._last, self._workers.told(span, whole=anew)
+        last, workers = self._last, self._workers.as_json(span, whole=anew)
         marks: dict[str, Any] = dict(self._marks) if anew else {}
         summary = {
             "name": self.name,
@@ -192,7 +192,7 @@ class RunView:
             "format": PAGE_FORMAT,
             "live": False,
             "about": summary,
-            "curves": self.curves.told(begin),
+            "curves": self.curves.as_json(begin),
             "changes": self._changes,
             **marks,
             "workers": workers,

@@ -51,8 +51,8 @@ _POLICY = (
 class PageSource(Protocol):
     """What a page shows; any thread may ask."""
 
-    def told(self, known: Known) -> Mapping[str, Any]:
-        """Return the data of the page, as `RunView.told`."""
+    def as_json(self, known: Known) -> Mapping[str, Any]:
+        """Return the data of the page, as `RunView.as_json`."""
 
     def stacks(self) -> str:
         """Return what each process is doing, as text; takes some seconds at most."""
@@ -317,7 +317,7 @@ class _PageRequest(BaseHTTPRequestHandler):
             return
         asked = {name: _count(values[-1]) for name, values in parse_qs(query).items()}
         known = Known(asked.get("since") or 0, asked.get("revision"), asked.get("changes"))
-        told = self.server.source.told(known)
+        told = self.server.source.as_json(known)
         self._send(200, "application/json", json.dumps(told, separators=(",", ":")).encode())
 
     def _is_known(self) -> bool:

@@ -53,7 +53,7 @@ class ServerTimes:
         self._before = here
         self._found = {key: each for key, each in self._found.items() if key in here}
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_json(self) -> list[dict[str, Any]]:
         """Return for each "server": "versions" that it made, and the seconds of one: "taking", "updating", "waiting".
 
         Taking is receiving and reducing gradients; updating includes sending the new weights. Servers of
@@ -64,7 +64,7 @@ class ServerTimes:
             >>> times = ServerTimes()
             >>> times.add({"server 0": (1.0, [(0, 5, 0.5, 0.25)])})
             >>> times.add({"server 0": (2.0, [(0, 15, 0.7, 0.35)])})
-            >>> times.told()
+            >>> times.as_json()
             [{'server': 0, 'versions': 10, 'taking': 0.02, 'updating': 0.01, 'waiting': 0.07}]
         """
         return sorted(dict(self._found).values(), key=lambda each: int(each["server"]))

@@ -120,7 +120,7 @@ class Curves:
         self.width, self.revision = 1, self.revision + 1
         self._buckets.clear()
 
-    def told(self, since: int = 0) -> dict[str, Any]:
+    def as_json(self, since: int = 0) -> dict[str, Any]:
         """Return the buckets from a number on, as columns; null where a bucket has no such number.
 
         Returns:

@@ -28,7 +28,9 @@ class WorkerTimes:
         self.spans.append(dict(row))
         self._best = None
 
-    def told(self, now: Mapping[str, Any] | None = None, *, whole: bool = True) -> dict[str, Any]:
+    def as_json(
+        self, now: Mapping[str, Any] | None = None, *, whole: bool = True
+    ) -> dict[str, Any]:
         """Return what a page shows of workers.
 
         Args:

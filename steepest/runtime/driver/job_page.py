@@ -104,7 +104,7 @@ class LiveRun:
         self._looked = -math.inf
         self._looking = False
 
-    def told(self, known: Known) -> dict[str, Any]:
+    def as_json(self, known: Known) -> dict[str, Any]:
         """Return the data of the page."""
         self._look()
         with self._lock:
@@ -125,9 +125,9 @@ class LiveRun:
                     }
                     for peer, at in list(self._cluster.former)
                 ],
-                "servers": self._servers.told(),
+                "servers": self._servers.as_json(),
             }
-            return self._view.told(known, span, now)
+            return self._view.as_json(known, span, now)
 
     def stacks(self) -> str:
         """Return what each process is doing."""
