@@ -32,8 +32,11 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
-    """Return the parts of a `JaxModel`, for batches ``(*inputs, target)`` and a loss of (output, target)."""
-    # ModelError: it is no linen or nnx module with parameters, or a linen module's variables are missing.
+    """Return the parts of a `JaxModel`, for batches ``(*inputs, target)`` and a loss of (output, target).
+
+    Raises:
+        ModelError: it is no linen or nnx module with parameters, or a linen module's variables are missing.
+    """
     if isinstance(module, nnx.Module):
         if variables is not None:
             raise ModelError("an nnx.Module has its variables itself: leave variables out")

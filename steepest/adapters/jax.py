@@ -343,8 +343,11 @@ def _check_functions(loss: Any, metrics: Any, frozen: Any, weight: Any) -> None:
 
 
 def _named(what: str, tree: Any, x64: bool) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a pytree whose leaves are their names, and copies of its arrays by name, in order."""
-    # ModelError: a leaf is no array of a dtype that JAX and torch have, or two have one name.
+    """Return a pytree whose leaves are their names, and copies of its arrays by name, in order.
+
+    Raises:
+        ModelError: a leaf is no array of a dtype that JAX and torch have, or two have one name.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     tensors: dict[str, torch.Tensor] = {}
     for path, leaf in leaves:

@@ -234,8 +234,11 @@ def _counts(model: Any) -> dict[str, Any]:
 
 
 def _weight(model: Any, samples: Any, output: Any, sample_weight: Any) -> Any:
-    """Return the weight of a batch, by which Keras' mean over a larger batch is that over its parts."""
-    # ModelError: several outputs are averaged over different numbers of entries.
+    """Return the weight of a batch, by which Keras' mean over a larger batch is that over its parts.
+
+    Raises:
+        ModelError: several outputs are averaged over different numbers of entries.
+    """
     outputs = tf.nest.flatten(output)
     masks = [m for o in outputs if (m := getattr(o, "_keras_mask", None)) is not None]
     weighted = sample_weight is not None and _MEAN_BY_WEIGHT in _reductions(model)

@@ -21,8 +21,10 @@ def as_torch(value: Any) -> torch.Tensor:
 
 
 def as_tensorflow(tensor: torch.Tensor) -> Any:
-    """Return a torch tensor as a TensorFlow tensor over the same memory."""
-    # It begins at a multiple of `ALIGNMENT` bytes: elsewhere TensorFlow's kernels end the process.
+    """Return a torch tensor as a TensorFlow tensor over the same memory.
+
+    It begins at a multiple of `ALIGNMENT` bytes: elsewhere TensorFlow's kernels end the process.
+    """
     assert tensor.data_ptr() % ALIGNMENT == 0, "the memory is not aligned"
     capsule = torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
     return tf.experimental.dlpack.from_dlpack(capsule)
@@ -111,9 +113,11 @@ def _check(name: str, variable: Any) -> None:
 
 
 def _named(root: str, layers: Iterable[Any], variables: Sequence[Any]) -> dict[str, Any]:
-    """Return variables by names that are alike in all processes."""
-    # Keras numbers layers without a name through a process ("dense_7"); here within each model, in its variables'
-    # order.
+    """Return variables by names that are alike in all processes.
+
+    Keras numbers layers without a name through a process ("dense_7"); here within each model, in its variables'
+    order.
+    """
     kinds = {_snake_case(type(layer).__name__) for layer in layers} | {"variable"}
     numbered = re.compile(rf"((?:.*_)?(?:{'|'.join(map(re.escape, kinds))}))(?:_\d+)?")
     taken: dict[tuple[str, ...], str] = {}

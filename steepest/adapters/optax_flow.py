@@ -90,9 +90,15 @@ def _union(sets: Sequence[int]) -> int:
 
 
 def is_elementwise(transformation: Any, params: Any, names: Sequence[str]) -> bool:
-    """Return whether an `optax.GradientTransformation` may be run on parts of tensors."""
-    # params: a pytree of `jax.ShapeDtypeStruct`, names: of its leaves. ConfigurationError: it cannot be run on each
-    # parameter by itself; says which depends on which, or what it needs.
+    """Return whether an `optax.GradientTransformation` may be run on parts of tensors.
+
+    Args:
+        params: a pytree of `jax.ShapeDtypeStruct`.
+        names: of its leaves.
+
+    Raises:
+        ConfigurationError: it cannot be run on each parameter by itself; the message names the dependency.
+    """
     flow = _checked_flow(transformation, params, names)
     if not flow.elementwise:
         return False

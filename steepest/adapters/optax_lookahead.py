@@ -41,8 +41,11 @@ class Synced:
 
 
 def looks_ahead(transformation: Any, params: Any) -> bool:
-    """Return whether an `optax.GradientTransformation` updates `optax.LookaheadParams` alone."""
-    # params: the pytree of its parameters as `jax.ShapeDtypeStruct`.
+    """Return whether an `optax.GradientTransformation` updates `optax.LookaheadParams` alone.
+
+    Args:
+        params: the pytree of its parameters as `jax.ShapeDtypeStruct`.
+    """
 
     def update(values: Any) -> Any:
         return transformation.update(values, transformation.init(values), values)

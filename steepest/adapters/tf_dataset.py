@@ -129,8 +129,11 @@ def _length(dataset: Any) -> int:
 
 
 def _check(dataset: Any) -> None:
-    """Check that a data set gives the same samples in the same order in each process and pass."""
-    # ConfigurationError: it does not, or its elements are batches, ragged or sparse.
+    """Check that a data set gives the same samples in the same order in each process and pass.
+
+    Raises:
+        ConfigurationError: it does not, or its elements are batches, ragged or sparse.
+    """
     import tensorflow as tf
 
     for spec in tf.nest.flatten(dataset.element_spec):

@@ -22,13 +22,13 @@ class DataPass:
     """One pass through an iterable; what it yields is taken when it is asked for.
 
     It begins with all generators seeded, and goes on with them as it left them: what is shuffled in a buffer, say, is
-    the same on all workers. Nobody else sees that they were used. What is asked for once more, and is no longer kept,
+    the same on all workers. Other code does not notice. What is asked for once more, and is no longer kept,
     is found by going through the pass from its beginning.
 
     Args:
         begin: begins the pass, and returns what yields its items.
         seed: of the generators.
-        size: the number of items that are said to come; None where nobody knows it.
+        size: the number of items that are said to come; None if unknown.
         wrong: says what is wrong where there are others, of "more" or "only 7".
         ahead: how many are taken at a time.
         keeps: how many are kept, besides those that were asked for last.

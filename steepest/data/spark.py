@@ -26,7 +26,7 @@ class ParquetRows:
     """Rows of a directory of Parquet files as samples, each visited once per epoch; a source.
 
     A sample's number is its place in the files, which are taken in the order of their names; so it
-    is the same on every machine, and whenever a program continues. Nobody may change the files. In
+    is the same on every machine, and whenever a program continues. The files must not change. In
     each epoch row groups are shuffled, and the rows within each; a worker reads a row group when it
     needs it, and keeps the last two in memory.
 
@@ -43,7 +43,7 @@ class ParquetRows:
 
     Raises:
         ConfigurationError: pyarrow is not installed; there are no files or no rows, no such column,
-            values that are no numbers or are missing. Later, in a step: a file is gone or was
+            values that are no numbers or are missing. Later, in a step: a file was removed or
             changed, arrays differ in length.
 
     Example:

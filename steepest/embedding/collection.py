@@ -211,8 +211,11 @@ def _weights_of(name: str, weights: Any, part: tuple[Tensor, Tensor]) -> Tensor 
 
 
 def _joined_weights(of: Sequence[tuple[Tensor | None, Tensor | None, Tensor]]) -> Tensor | None:
-    """Return the weights of several features' kept ids, ones where a feature has none; None without any."""
-    # of: a feature's weights, which of its ids are kept, and their rows.
+    """Return the weights of several features' kept ids, ones where a feature has none; None without any.
+
+    Args:
+        of: for each feature its weights, a mask of the ids that are kept, and their rows.
+    """
     weighted = [weights for weights, _, _ in of if weights is not None]
     if not weighted:
         return None

@@ -121,9 +121,10 @@ class DelayedRows:
             self._next = own
 
     def _with_kept(self, own: _DelayedGradient) -> _DelayedGradient:
-        """Return a gradient joined with the one before; each keeps its own weight."""
-        # One push cannot have both means if the samples' weights changed: then the earlier count by the present
-        # weights.
+        """Return a gradient joined with the one before; each keeps its own weight.
+
+        A push has one weight of samples: if it has changed, the earlier gradient counts by the present one.
+        """
         before = self._kept
         if before is None:
             return own

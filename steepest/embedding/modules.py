@@ -135,7 +135,7 @@ class _Touched(torch.autograd.Function):
 
 
 def left_to_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Have `torch.compile` call a function as it is; do not import its compiler, if nobody has."""
+    """Have `torch.compile` call a function as it is; do not import its compiler for that."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
@@ -212,8 +212,11 @@ class TableModule(nn.Module):
     def _look_up(
         self, wanted: Sequence[tuple[Table, Tensor]], lives: Sequence[int] | None = None
     ) -> list[_Found]:
-        """Return rows of ids (n,) of tables, by group: pulled together, as are their gradients pushed."""
-        # lives: of each of these (table, ids), the seconds for which they have rows stay; None for the tables' own.
+        """Return rows of ids (n,) of tables, by group: pulled together, as are their gradients pushed.
+
+        Args:
+            lives: for each pair of a table and ids, the seconds for which the rows stay; None for the table's own.
+        """
         trains = self._trains and torch.is_grad_enabled()
         look_ups = []
         places = {}
@@ -264,8 +267,11 @@ class TableModule(nn.Module):
 
 
 def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
-    """Return the ids of several tables one after the other."""
-    # ConfigurationError names a table whose are no integers, or out of range.
+    """Return the ids of several tables one after the other.
+
+    Raises:
+        ConfigurationError: a table's ids are no integers, or out of range; the message names the table.
+    """
     parts = [np.asarray(ids.detach().cpu()) for _, ids in wanted]
     if all(part.dtype == np.int64 for part in parts):  # one check of all instead of many small ones
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)

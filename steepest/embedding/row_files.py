@@ -27,7 +27,7 @@ OnRouter = Callable[[Callable[[], None]], object]
 
 
 class NamelessFile:
-    """A file that is gone with its last user."""
+    """A file that is deleted with its last user."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

@@ -162,8 +162,14 @@ def _anchor(module: torch.nn.Module, tables: tuple[Table, ...]) -> None:
 
 
 def _count_shards(tables: tuple[Table, ...], each: Any) -> int:
-    """Return the shards of all groups of a model's tables."""
-    # ConfigurationError: `each` group's are no positive integer, or the memory of one is too small for them.
+    """Return the shards of all groups of a model's tables.
+
+    Args:
+        each: the shards of each group.
+
+    Raises:
+        ConfigurationError: it is no positive integer, or a group's memory is too small for so many.
+    """
     require_count("table_shards", each)
     if not tables:
         return 0

@@ -18,7 +18,7 @@ class Notices:
         self._looked = -math.inf
 
     def leaving(self) -> float | None:
-        """Return when this worker's node will be gone, see `steepest.leaving`."""
+        """Return when this worker's node will be removed, see `steepest.leaving`."""
         now = system().now()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now

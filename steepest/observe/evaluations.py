@@ -23,8 +23,11 @@ def value_of(result: EvaluationResult, metric: str) -> float:
 
 
 def is_better(value: float, than: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Return whether a metric's value beats `than` (None for no value, or NaN) by more than `min_delta`, at least 0."""
-    # mode: "min" if less is better, "max" if more is; NaN is never better.
+    """Return whether a metric's value beats `than` (None for no value, or NaN) by more than `min_delta`, at least 0.
+
+    Args:
+        mode: "min" if less is better, "max" if more is; NaN is never better.
+    """
     if math.isnan(value) or than is None:
         return not math.isnan(value)
     return (than - value if mode == "min" else value - than) > min_delta

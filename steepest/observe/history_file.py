@@ -34,8 +34,14 @@ class HistoryRows(Protocol):
     path: Any
 
     def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
-        """Cut the rows back to a step; return those that stay (the last `newest`): those until it, and events."""
-        # step: number of committed steps, 0 empties the file. OSError: they cannot be read or written.
+        """Cut the rows back to a step; return those that stay (the last `newest`): those until it, and events.
+
+        Args:
+            step: the number of committed steps; 0 empties the file.
+
+        Raises:
+            OSError: the rows cannot be read or written.
+        """
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows, and wait until they are durable; OSError: they cannot be written."""
@@ -99,8 +105,13 @@ class HistoryFile:
         take: Callable[[dict[str, Any]], object] = lambda row: None,
         more: bytes = b"",
     ) -> None:
-        """Remove rows that do not stay from the file, which need not fit into memory, and append `more`, at once."""
-        # take: called with each row that stays. A file from which nothing is to be removed is not written anew.
+        """Remove rows that do not stay from the file, which need not fit into memory, and append `more`, at once.
+
+        A file from which nothing has to be removed is not written anew.
+
+        Args:
+            take: called with each row that stays.
+        """
         unfinished, size = self.path.with_name(f".{self.path.name}"), 0  # size: of what stays
         with contextlib.ExitStack() as opened:
             old = opened.enter_context(open_file(self.path))

@@ -331,9 +331,14 @@ class _Uploads:
         self.folder = self._kept.name
 
     def upload(self, done: bool = False) -> bool:
-        """Upload all files there, once; return whether one is large."""
-        # OSError: the store is out of reach, to be tried again. done: whether nothing more is written to them, and they
-        # are removed.
+        """Upload all files there, once; return whether one is large.
+
+        Args:
+            done: whether the files are complete, and are removed.
+
+        Raises:
+            OSError: the store is out of reach; try again.
+        """
         storage = ObjectStorage.of(self._prefix.scheme, _BRIEF)
         large = False
         for file in sorted(Path(self.folder).iterdir()):

@@ -55,8 +55,11 @@ def program_of(options: argparse.Namespace, *, exists: bool = True) -> Program:
 
 
 def job_name(options: argparse.Namespace, default: str = "") -> str:
-    """Return a job's name: --name, or one made of the script's, or `default` without a script."""
-    # ConfigurationError: --name is not of small letters, digits and hyphens, or is too long.
+    """Return a job's name: --name, or one made of the script's, or `default` without a script.
+
+    Raises:
+        ConfigurationError: --name is not made of small letters, digits and hyphens, or is too long.
+    """
     if options.name is None:
         made = re.sub(r"[^a-z0-9]+", "-", Path(options.script or default).stem.lower())
         return re.sub(r"^[^a-z]+", "", made)[:_LONGEST_NAME].strip("-") or "steepest"

@@ -212,8 +212,11 @@ def _lead(here: _Host) -> int:
 
 
 def _wait_for_all(here: _Host, hosts: Leader) -> None:
-    """Return when all hosts are nodes of Ray."""
-    # DeadlineError names those that are missing; PeerLostError: one has said that it cannot join.
+    """Return when all hosts are nodes of Ray.
+
+    Raises:
+        DeadlineError: hosts are missing, which it names. PeerLostError: a host could not join.
+    """
     while missing := hosts.missing():
         if hosts.failed:
             told = "; ".join(f"{host}: {why}" for host, why in hosts.failed.items())
@@ -236,9 +239,11 @@ def _who_is_missing(here: _Host, silent: list[str], out: list[str]) -> str:
 
 
 def _run_program(here: _Host, welcome: dict[str, str]) -> tuple[int, str]:
-    """Run the program to its end; return its exit status, and the reason if it has failed."""
-    # Hosts that die on the way are the program's business; so are signals, which it gets. Hyperparameters are its
-    # arguments, unless SageMaker's toolkit has passed them already.
+    """Run the program to its end; return its exit status, and the reason if it has failed.
+
+    Hosts that die on the way are the program's business; so are signals, which it gets. Hyperparameters are its
+    arguments, unless SageMaker's toolkit has passed them already.
+    """
     told = [] if "SM_USER_ARGS" in os.environ else here.job.arguments()
     command = command_of(here.options.program, [*here.options.arguments, *told])
     program = SageMakerProgram(command, {"PYTHONUNBUFFERED": "1", **here.environment(welcome)})

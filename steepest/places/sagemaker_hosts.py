@@ -214,9 +214,14 @@ class Follower:
         say(self._link, failed=reason[:1024])
 
     def poll(self, seconds: float) -> tuple[int, str] | None:
-        """Wait `seconds` for a message of the leader; return its exit status and reason if it has ended."""
-        # PeerLostError: it is gone without a word, or has been silent for a minute. After its last word it closes, so
-        # that there is something to read even if the word has been read ahead.
+        """Wait `seconds` for a message of the leader; return its exit status and reason if it has ended.
+
+        After its last message the leader closes the connection, so that there is something to read even if the
+        message has been read ahead.
+
+        Raises:
+            PeerLostError: the connection ended without a last message, or has been silent for a minute.
+        """
         if not select.select([self._link], [], [], seconds)[0]:
             return None
         try:
@@ -231,8 +236,11 @@ class Follower:
 
 
 def follow(leader: str, port: int, own: str, deadline: float) -> Follower:
-    """Connect from this host's address on the job's interface to the leader as soon as it can be reached."""
-    # DeadlineError, with the last reason: it could not be until the deadline, of `time.monotonic`.
+    """Connect from this host's address on the job's interface to the leader as soon as it can be reached.
+
+    Raises:
+        DeadlineError: it could not be reached until the deadline, of `time.monotonic`; with the last reason.
+    """
     reason: object = "its name does not resolve"
     while (left := deadline - time.monotonic()) > 0:
         for address in sorted(addresses_of(leader)):

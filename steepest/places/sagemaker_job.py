@@ -77,9 +77,11 @@ class SageMakerJob:
         return words
 
     def variables(self) -> dict[str, str]:
-        """Return what SageMaker's toolkit would have in the environment of a program on this host, by name."""
-        # But not: SM_USER_ARGS, SM_TRAINING_ENV and what is of the toolkit's own way to find the program, and of
-        # groups of instances.
+        """Return the environment variables that SageMaker's toolkit would give a program on this host, by name.
+
+        SM_USER_ARGS, SM_TRAINING_ENV, and variables by which the toolkit finds the program, or which tell of groups
+        of instances, are left out.
+        """
         channels = {f"SM_CHANNEL_{name.upper()}": str(at) for name, at in self.channels.items()}
         told = {f"SM_HP_{name.upper()}": _written(v) for name, v in self.hyperparameters.items()}
         inputs, output = self.base / "input", self.base / "output"

@@ -26,9 +26,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 def start_ray(
     arguments: Sequence[str], environment: Mapping[str, str], directory: Path, deadline: float
 ) -> None:
-    """Start a Ray node, whose files go into a directory, and return when it has joined."""
-    # PeerLostError, with the end of what `ray start` said: it did not; DeadlineError: in time. The node's processes are
-    # descendants of this one: see `adopt_orphans`.
+    """Start a Ray node, whose files go into a directory, and return when it has joined.
+
+    The node's processes are descendants of this one, see `adopt_orphans`.
+
+    Raises:
+        PeerLostError: it did not start; with the end of the output of `ray start`.
+        DeadlineError: it did not start in time.
+    """
     said = directory / "ray-start.txt"
     own = (f"--temp-dir={directory / 'ray'}", "--disable-usage-stats")
     try:

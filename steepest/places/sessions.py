@@ -134,10 +134,15 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _knock(host: str, port: int, timeout: float) -> None:
-    """Check that a server of the kind of Ray's control store answers; Ray itself would ask for minutes."""
-    # It speaks HTTP/2 (gRPC), whose first frame in each direction holds settings. Where Ray uses TLS it is only checked
-    # that something takes connections. ConfigurationError: nothing listens there, something else does, or there is no
-    # such host; DeadlineError: no answer in time.
+    """Check that a server of the kind of Ray's control store answers; Ray itself would ask for minutes.
+
+    It speaks HTTP/2 (gRPC), whose first frame in each direction holds settings. Where Ray uses TLS it is only
+    checked that something takes connections.
+
+    Raises:
+        ConfigurationError: nothing listens there, something else does, or there is no such host.
+        DeadlineError: nothing answered in time.
+    """
     answer = b""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

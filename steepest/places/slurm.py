@@ -147,10 +147,12 @@ class SlurmJob:
 
 
 def batch_file(job: SlurmJob) -> str:
-    """Return the text of the file for sbatch."""
-    # Each node runs `ray symmetric-run`: the first starts Ray's head, the others join it, and the program runs on the
-    # first. The token is made there when the job starts, in a folder that only the job's user may enter; neither
-    # command lines nor the file hold it.
+    """Return the text of the file for sbatch.
+
+    Each node runs `ray symmetric-run`: the first starts Ray's head, the others join it, and the program runs on
+    the first. The token is made there when the job starts, in a folder that only the job's user may enter; neither
+    command lines nor the file hold it.
+    """
     directives = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",

@@ -136,8 +136,11 @@ def _unconnected(
 
 
 def _token() -> dict[str, str]:
-    """Return the variables that tell Ray's processes their token."""
-    # ConfigurationError: RAY_AUTH_TOKEN_PATH names no file, or RAY_AUTH_MODE is none of Ray's.
+    """Return the variables that tell Ray's processes their token.
+
+    Raises:
+        ConfigurationError: RAY_AUTH_TOKEN_PATH names no file, or RAY_AUTH_MODE is none of Ray's.
+    """
     mode = environment_variable("RAY_AUTH_MODE") or "token"
     if mode == "disabled":
         return {"RAY_AUTH_MODE": mode}

@@ -81,8 +81,11 @@ def _check_room(master: str, threads: int, workers: int, cpus: int) -> None:
 
 
 def paths_of_nodes(session: Any) -> dict[str, str]:
-    """Return PATH for Ray's processes, if executors or this process do not find Ray's command."""
-    # ConfigurationError: the executors' Python is of another version, or lacks Ray or steepest.
+    """Return PATH for Ray's processes, if executors or this process do not find Ray's command.
+
+    Raises:
+        ConfigurationError: the executors' Python is of another version, or lacks Ray or steepest.
+    """
     import ray
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException

@@ -45,9 +45,11 @@ def watch_applying(server: Server, reached: Report) -> None:
 
 
 def watch_server(server: Server, reached: Report) -> None:
-    """Have `reached` called with the step, the moment, and the chunk and its peer, in words, of a server's steps."""
-    # They are "apply" (see `watch_applying`), each chunk of a gradient that has come ("push"), and each chunk of
-    # weights that leaves ("pull").
+    """Have `reached` called with the step, the moment, and the chunk and its peer, in words, of a server's steps.
+
+    Moments are "apply" (see `watch_applying`), each chunk of a gradient that arrives ("push"), and each chunk of
+    weights that leaves ("pull").
+    """
     handle, send = server.handle, server._weights._send
 
     def handled(source: Peer, message: Message) -> None:
@@ -67,8 +69,10 @@ def watch_server(server: Server, reached: Report) -> None:
 
 
 def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
-    """Have `reached` called for each chunk of weights that comes while a worker computes nothing ("pull")."""
-    # It is called with the step, the moment, and the chunk and its version, in words.
+    """Have `reached` called for each chunk of weights that comes while a worker computes nothing ("pull").
+
+    It is called with the step, the moment, and the chunk and its version, in words.
+    """
     receive = worker._exchange.receive
 
     def received(source: Peer, message: Message) -> Arrived:

@@ -225,8 +225,10 @@ class Network:
         _transport(router).hung_until = self.rounds + rounds
 
     def cut(self, a: Router, b: Router | None = None, rounds: float = math.inf) -> None:
-        """Let nothing pass between a process and another, or all others, for so many rounds or until `heal`."""
-        # Messages wait, in order, as TCP sends again what was lost; they are lost when their channel is closed.
+        """Let nothing pass between a process and another, or all others, for `rounds` rounds or until `heal`.
+
+        Messages wait, in order, as TCP sends again what was lost; they are lost when their channel is closed.
+        """
         for link in _transport(a).links:
             assert link.other is not None
             if b is None or link._far is b.transport:

@@ -92,8 +92,10 @@ def replay(
 def replay_state(
     log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
 ) -> dict[str, torch.Tensor]:
-    """Apply a log as `replay` does; return the servers' state beside the weights, by the names that checkpoints use."""
-    # The optimizer's state by "parameter/key", that of shards of embedding tables by "tables/shard/key".
+    """Apply a log as `replay` does; return the servers' state beside the weights, by the names that checkpoints use.
+
+    Names of the optimizer's state are "parameter/key", those of shards of embedding tables "tables/shard/key".
+    """
     carried = _replay_all(log, model_creator, checkpoint)
     rows = () if carried.rows is None else carried.rows.layers[0].files
     return carried.state | {name: array for file in rows for name, array in file.arrays.items()}
@@ -460,8 +462,10 @@ class _Senders:
         }
 
     def end(self, worker: int, incarnation: int) -> _End:
-        """Return a worker's end of pushes."""
-        # Each life (incarnation) of the worker has its own, because what compression had left out is lost with a life.
+        """Return a worker's end of pushes.
+
+        Each life of the worker has its own: what compression has left out is lost when a life ends.
+        """
         life, end = self._ends.get(worker, (-1, None))
         if end is None or life != incarnation:
             memory = self._job.description.layout.allocate()

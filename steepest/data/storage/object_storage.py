@@ -214,9 +214,11 @@ class ObjectStorage:
         self._on_condition(file, data, create_once)
 
     def exchange(self, file: ObjectUrl, data: bytes, version: str) -> None:
-        """Write a small object by one request, unless it is not that `version` any more: FileExistsError."""
-        # S3 looks for itself, in the same request; other stores are asked just before it. No two writers write the
-        # same.
+        """Write a small object by one request, unless it is not that `version` any more: FileExistsError.
+
+        S3 compares the version in the same request; other stores are asked just before it. No two writers write
+        the same content.
+        """
         condition = {"IfMatch": version} if file.scheme == "s3" else {}
         write_once = self._once(
             "replacing", file, lambda: self._filesystem.pipe_file(str(file), data, **condition)

@@ -65,7 +65,7 @@ class PageServer:
     """A page, served until `close` on threads that do not keep the interpreter from ending.
 
     The page itself has nothing of the job: its script fetches that with the token of the address's
-    fragment, which browsers send to nobody. Neither is logged.
+    fragment, which browsers do not send. Neither is logged.
 
     Args:
         source: what it shows.
