@@ -203,6 +203,12 @@ class TableChunk(HeldChunk):
         elif pieces:
             self._made_of(pieces)
 
+    def take_from(self, other: HeldChunk) -> bool:
+        """Take the rows of the same shard."""
+        assert isinstance(other, TableChunk)
+        self.rows = other.rows
+        return True
+
     def clear_state(self) -> None:
         """Drop all rows."""
         self._loaded = {}

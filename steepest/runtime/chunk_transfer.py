@@ -72,6 +72,7 @@ class RetainedChunks:
             servers: the next ones.
             states: of chunks of other processes.
         """
+        taken = set[int]()  # as they are: copies on several servers of a process are not one
         for server in servers:
             for index, held in server.chunks.items():
                 if (new := states.get(index)) is not None:
@@ -82,9 +83,12 @@ class RetainedChunks:
                     fill(held.weights, new.weights)
                 else:
                     own = self._chunks[index]
-                    records = own.state()
                     if own.weights.data_ptr() != held.weights.data_ptr():
                         held.weights.copy_(own.weights)
+                    if index not in taken and held.take_from(own):
+                        taken.add(index)
+                        continue
+                    records = own.state()
                 held.clear_state()
                 for description, value in records:
                     held.load_state(description, value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from table_tools import table
+from table_tools import ids_of, push, table
 
 from steepest import ParameterServerStrategy
 from steepest.core.engine.job import Job
@@ -17,6 +18,7 @@ from steepest.embedding.pushed_rows import RowGradientStore
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
+from steepest.runtime.chunk_transfer import RetainedChunks
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients
 from steepest.tables.initial import Uniform
@@ -69,3 +71,18 @@ def test_a_job_of_a_model_with_tables_needs_what_knows_them() -> None:
                 ConfigurationError, match="opaque chunks in its layout, and nothing"
             ):
                 Job(description, strategy, 1, 1, 1, 0, 60.0)
+
+
+def test_rows_of_ended_servers_stay_where_they_are_and_copies_are_two() -> None:
+    dealing = Dealing((table(),), 1, 0, 0)
+    chunk = Chunk(0, ElementType.of(torch.uint8), True, 0, 0, ())
+
+    def server() -> Any:
+        return SimpleNamespace(chunks={0: TableChunk(chunk, dealing)}, vector=None)
+
+    ended, first, second = server(), server(), server()
+    push(ended.chunks[0].rows, range(5), 1)
+    RetainedChunks([ended]).hand_over([first, second], {})
+    assert first.chunks[0].rows is ended.chunks[0].rows
+    push(first.chunks[0].rows, [3, 7], 2)
+    assert ids_of(second.chunks[0].rows) == [*range(5)]

@@ -221,6 +221,13 @@ class HeldChunk(ABC):
         of a parameter) and "plain" (whether the tensor stands for a value that is none).
         """
 
+    def take_from(self, other: HeldChunk) -> bool:
+        """Take the state of a chunk of an ended server in this process without a copy.
+
+        Return whether that was possible; if not, nothing has changed.
+        """
+        return False
+
     @abstractmethod
     def load_state(self, description: dict[str, Any], value: torch.Tensor) -> None:
         """Keep one record of the state, as `state` returned it; it takes effect with `end_state`.
