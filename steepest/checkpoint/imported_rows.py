@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -80,6 +79,8 @@ def load_with_imported(
     Raises:
         ConfigurationError: the table has no room for them.
     """
+    from steepest.tables.state import TableState
+
     table, ids, values = before.tables[number], rows.ids.numpy(), rows.values.numpy()
     of = np.full(len(ids), number, np.int32)
     seen = before.sightings_of(of, ids)
@@ -89,8 +90,7 @@ def load_with_imported(
         had = np.isin(piece.ids, ids) & (piece.tables == number)
         counted = np.isin(piece.counted_ids, ids) & (piece.counted_tables == number)
         shard.take(piece.only(~had, ~counted))
-    imported = replace(
-        before.nothing(),
+    imported = TableState(
         tables=of,
         ids=ids,
         values=values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from steepest.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
+    from steepest.tables.state import TableState
     from steepest.tables.table import Table
 
 
@@ -103,9 +105,7 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
 class _SavedRows(NamedTuple):
     """Rows of one table in a checkpoint, with what its optimizer knows of them."""
 
-    ids: Any  # (n,) int64
-    values: Any  # (n, dim)
-    slots: Any  # (n, k)
+    pieces: Iterable[TableState]
     updates: int
     optimizer: str
 
@@ -113,15 +113,20 @@ class _SavedRows(NamedTuple):
 def _held_rows(
     held: _SavedTable, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
 ) -> _SavedRows:
-    """Return the rows of a table that workers held, and take them out of weights and state."""
+    """Return the rows of a table that workers held, as one piece, and take them out of weights and state."""
+    from steepest.tables.state import TableState
+
     if held.parameter not in weights:
         raise CheckpointError(f"it has no {held.parameter!r}, the rows of its table {held.name!r}")
     values = weights.pop(held.parameter).numpy()
     mine = [key for key in state if key.rpartition("/")[0] == held.parameter]
     own = {key.rpartition("/")[2]: state.pop(key) for key in mine}
     slots = own["slots"].numpy() if "slots" in own else values[:, :0]
-    updates = int(own["step"]) if "step" in own else 0
-    return _SavedRows(np.arange(len(values)), values, slots, updates, held.optimizer)
+    updates, count = int(own["step"]) if "step" in own else 0, len(values)
+    tables, sightings = np.zeros(count, np.int32), np.ones(count, np.int32)
+    written = np.full(count, updates)
+    piece = TableState(tables, np.arange(count), values, slots, written, sightings)
+    return _SavedRows([piece], updates, held.optimizer)
 
 
 def _served_rows(name: str, saved: Checkpoint) -> _SavedRows | None:
@@ -131,14 +136,9 @@ def _served_rows(name: str, saved: Checkpoint) -> _SavedRows | None:
     known = described_tables(saved.about.get("tables", ()))
     if name not in known or saved.saved_rows is None:
         return None
-    try:
-        states = list(rows_of_table(saved.saved_rows, known[name], SavedFile.tensors))
-    except (ConfigurationError, OSError, ValueError) as error:
-        raise DamagedRowsError(f"embedding tables: {error}") from error
-    arrays = ([getattr(state, key) for state in states] for key in ("ids", "values", "slots"))
-    ids, values, slots = map(np.concatenate, arrays)
+    pieces = rows_of_table(saved.saved_rows, known[name], SavedFile.tensors)
     updates = max(mark.updates for mark in saved.saved_rows.marks)
-    return _SavedRows(ids, values, slots, updates, known[name].optimizer)
+    return _SavedRows(pieces, updates, known[name].optimizer)
 
 
 def _begun_with(
@@ -150,42 +150,37 @@ def _begun_with(
     values, state = torch.from_numpy(first_values(table, seed)), dict[str, torch.Tensor]()
     if found is None:
         return values, state
-    if found.values.shape[1] != table.dim or found.values.dtype != values.numpy().dtype:
-        raise CheckpointError(
-            f"its embedding table {table.name!r} has dimension {found.values.shape[1]} and computes in "
-            f"{found.values.dtype}, this job's has {table.dim} and {table.form.dtype}: give the table that dimension "
-            "and dtype, or another name, with which it begins without rows"
-        )
-    if len(found.ids) and int(found.ids.max()) >= len(values):
-        raise CheckpointError(
-            f"its embedding table {table.name!r} has a row of id {int(found.ids.max())}, this job's has "
-            f"num_embeddings={len(values)}: give at least {int(found.ids.max()) + 1}"
-        )
-    values.numpy()[found.ids] = found.values
     state["step"] = torch.tensor(float(found.updates), dtype=torch.float64)
-    first = table.optimizer.first_slots(table.dim)
-    if first and slots_stay(found.optimizer, found.slots, table):
-        state["slots"] = torch.tensor(first, dtype=values.dtype).repeat(len(values), 1)
-        state["slots"].numpy()[found.ids] = found.slots
+    slots = torch.tensor(table.optimizer.first_slots(table.dim), dtype=values.dtype)
+    slots = slots.repeat(len(values), 1)
+    try:
+        for piece in found.pieces:
+            _require_fitting(piece, table, values.numpy())
+            values.numpy()[piece.ids] = piece.values
+            if slots.numel() and slots_stay(found.optimizer, piece.slots, table):
+                state["slots"] = slots
+                slots.numpy()[piece.ids] = piece.slots
+    except (ConfigurationError, OSError, ValueError) as error:
+        raise DamagedRowsError(f"embedding tables: {error}") from error
     return values, state
 
 
-def _arrays_of(rows: _SavedRows) -> dict[str, torch.Tensor]:
-    """Return a table's rows as the arrays of a shard on servers."""
-    from steepest.tables.state import TableState
+def _require_fitting(piece: TableState, table: Table, values: Any) -> None:
+    """Check that a table can have rows of a checkpoint; CheckpointError otherwise."""
+    if piece.values.shape[1] != table.dim or piece.values.dtype != values.dtype:
+        raise CheckpointError(
+            f"its embedding table {table.name!r} has dimension {piece.values.shape[1]} and computes in "
+            f"{piece.values.dtype}, this job's has {table.dim} and {table.form.dtype}: give the table that dimension "
+            "and dtype, or another name, with which it begins without rows"
+        )
+    if len(piece.ids) and int(piece.ids.max()) >= len(values):
+        raise CheckpointError(
+            f"its embedding table {table.name!r} has a row of id {int(piece.ids.max())}, this job's has "
+            f"num_embeddings={len(values)}: give at least {int(piece.ids.max()) + 1}"
+        )
 
-    count, nothing, no_ids = len(rows.ids), np.zeros(0, np.int32), np.zeros(0, np.int64)
-    state = TableState(
-        tables=np.zeros(count, np.int32),
-        ids=rows.ids,
-        values=rows.values,
-        slots=rows.slots,
-        written=np.full(count, rows.updates),
-        sightings=np.ones(count, np.int32),
-        counted_tables=nothing,
-        counted_ids=no_ids,
-        counted=nothing,
-        removed_tables=nothing,
-        removed_ids=no_ids,
-    )
-    return {key: torch.from_numpy(array) for key, array in state.arrays().items()}
+
+def _arrays_of(rows: _SavedRows) -> dict[str, torch.Tensor]:
+    """Return the rows of a table that workers held as the arrays of a shard on servers."""
+    (piece,) = rows.pieces
+    return {key: torch.from_numpy(array) for key, array in piece.arrays().items()}

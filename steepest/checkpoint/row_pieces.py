@@ -33,13 +33,6 @@ Reader = Callable[[SavedFile], Mapping[str, torch.Tensor]]
 _OF_ROWS = ("tables", "ids", "values", "slots", "written", "sightings", "until", "scores")
 #: What a state has beside `TableState`; the last begins anew.
 NO_ARRAYS = (*ShardMark._fields, "life")
-_BESIDE = {
-    "counted_tables": np.int32,
-    "counted_ids": np.int64,
-    "counted": np.int32,
-    "removed_tables": np.int32,
-    "removed_ids": np.int64,
-}
 
 
 def state_of(arrays: Mapping[str, Any], begin: int = 0, end: int | None = None) -> TableState:
@@ -48,7 +41,7 @@ def state_of(arrays: Mapping[str, Any], begin: int = 0, end: int | None = None) 
     Raises:
         ConfigurationError: they are no state of tables.
     """
-    found: dict[str, Any] = {key: np.zeros(0, kind) for key, kind in _BESIDE.items()}
+    found: dict[str, Any] = {}
     for key, value in arrays.items():
         of_rows = key in _OF_ROWS
         if of_rows or not (begin or key in NO_ARRAYS):

@@ -435,9 +435,9 @@ class TableShard(LoadingRows):
     def nothing(self) -> TableState:
         """Return an empty state of these tables."""
         of, ids = np.empty(0, np.int32), np.empty(0, np.int64)
-        values = np.empty((0, self.dim), self.dtype)
-        slots = np.empty((0, self._optimizer.slots(self.dim)), self.dtype)
-        return TableState(of, ids, values, slots, ids, of, of, ids, of, of, ids)
+        widths = self.dim, self._optimizer.slots(self.dim)
+        values, slots = (np.empty((0, width), self.dtype) for width in widths)
+        return TableState(of, ids, values, slots, written=ids, sightings=of)
 
     def cut(self, since: int | None = None, table: int | None = None) -> tuple[TableState, RowCut]:
         """Return what `export` returns, the rows piece by piece while pushes go on.

@@ -12,21 +12,24 @@ import numpy.typing as npt
 from steepest.errors import ConfigurationError
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
-#: The dtypes of each array of a state.
-_DTYPES: dict[str, tuple[str, ...]] = {
+#: The dtypes of the arrays that have an item for each row.
+_OF_ROWS: dict[str, tuple[str, ...]] = {
     "tables": ("int32",),
     "ids": ("int64",),
     "values": ("float32", "float64"),
     "slots": ("float32", "float64"),
     "written": ("int64",),
     "sightings": ("int32",),
+}
+#: Those of ids without rows, which a piece may be without.
+_BESIDE: dict[str, tuple[str, ...]] = {
     "counted_tables": ("int32",),
     "counted_ids": ("int64",),
     "counted": ("int32",),
     "removed_tables": ("int32",),
     "removed_ids": ("int64",),
 }
-#: Arrays that a state may be without, which are then of zeros.
+#: Arrays of rows that a state may be without, which are then of zeros.
 _OPTIONAL = {"until": ("int64",), "scores": ("int64",)}
 _COUNTERS = ("uint8", "uint16", "uint32")
 
@@ -42,12 +45,12 @@ class TableState:
     written: Int64s  # (n,), the version that wrote each row last
     sightings: Int32s  # (n,), how often each row's id was in a push
     # this, counted_ids and counted: (m,), of ids that were seen and are not admitted, and how often
-    counted_tables: Int32s
-    counted_ids: Int64s
-    counted: Int32s
+    counted_tables: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    counted_ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    counted: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     # this and removed_ids: (k,), of rows that were evicted after the version of an increment
-    removed_tables: Int32s
-    removed_ids: Int64s
+    removed_tables: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    removed_ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     # the counting Bloom filters, by table number
     counters: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
     # (n,), until when each row stays without a push, in seconds since the epoch; 0: it is not known
@@ -67,7 +70,7 @@ class TableState:
         array is its bytes, as uint8.
         """
         found: dict[str, npt.NDArray[Any]] = {
-            name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES
+            name: np.ascontiguousarray(getattr(self, name)) for name in (*_OF_ROWS, *_BESIDE)
         }
         found |= {
             name: np.ascontiguousarray(getattr(self, name))
@@ -80,14 +83,16 @@ class TableState:
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TableState:
-        """Return the state that `arrays` returned, not copied.
+        """Return the state that `arrays` returned, not copied; those of ids without rows may be missing.
 
         Raises:
-            ConfigurationError: one is missing, or of another form.
+            ConfigurationError: one of rows is missing, or one is of another form.
         """
-        if missing := [name for name in _DTYPES if name not in arrays]:
+        if missing := [name for name in _OF_ROWS if name not in arrays]:
             raise ConfigurationError(f"a state of tables without the arrays {', '.join(missing)}")
-        known = _DTYPES | {name: kinds for name, kinds in _OPTIONAL.items() if name in arrays}
+        arrays = {name: np.zeros(0, kinds[0]) for name, kinds in _BESIDE.items()} | dict(arrays)
+        optional = {name: kinds for name, kinds in _OPTIONAL.items() if name in arrays}
+        known = _OF_ROWS | _BESIDE | optional
         for name, kinds in known.items():
             _require_array(name, kinds, arrays)
         if arrays["values"].dtype != arrays["slots"].dtype:
@@ -172,7 +177,7 @@ def _counter(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, np
     table, _, dtype = rest.partition(".")
     if begin != "counter" or not table.isdecimal() or dtype not in _COUNTERS:
         raise ConfigurationError(
-            f"a state of tables with an array {name!r}: known are {', '.join(_DTYPES)}, and "
+            f"a state of tables with an array {name!r}: known are {', '.join((*_OF_ROWS, *_BESIDE))}, and "
             f"counter.TABLE.DTYPE with {', '.join(_COUNTERS)}"
         )
     found, size = arrays[name], np.dtype(dtype).itemsize
