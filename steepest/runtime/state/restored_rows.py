@@ -19,11 +19,10 @@ from steepest.core.system import system
 from steepest.data.storage.places import StorageError
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.restored_shards import MADE, RowsRead, RowsWanted
-from steepest.errors import CheckpointError, DeadlineError, listed
+from steepest.errors import CheckpointError, DeadlineError, PeerLostError, listed
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.state.row_copies import carry_files
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
@@ -132,21 +131,35 @@ class RestoredRows:
         answers = self._call("rows", asked)
         lacking = {process: asked[process] for process in asked if answers[process].lacks}
         known = {file.name: file for layer in saved.layers for file in layer.files}
-        missing = [(process, known[n]) for process in lacking for n in answers[process].lacks]
-        for process, file in missing:
-            if not file.kept:
-                self._send(process, file)
-        for number in {file.kept for _, file in missing if file.kept}:
-            mine = [(file.name, process) for process, file in missing if file.kept == number]
-            carry_files(self._cluster, number, mine)
+        for process in lacking:
+            for name in answers[process].lacks:
+                self._send(process, known[name])
         return answers | (self._call("rows", lacking) if lacking else {})
 
     def _send(self, process: Any, file: SavedFile) -> None:
-        """Send a process a file."""
+        """Give a process a file: from the driver, or from the disk of another process."""
+        if file.kept:
+            copy = runtime().call(self._keeper(file), "rows", "files.read", file.kept, file.name)
+            self._call("rows", {process: ("files.keep", file.kept, file.name, copy)})
+            return
         at = 0
         for data in _parts(file):
             self._call("rows", {process: ("take_file", self._number, file.name, at, data)})
             at += len(data)
+
+    def _keeper(self, file: SavedFile) -> Any:
+        """Return a process that has a file of a snapshot; PeerLostError: none has."""
+        processes = [*self._cluster.living()]
+        asked = [runtime().call(each, "rows", "files.names", file.kept) for each in processes]
+        names = self._cluster.names(processes)
+        answers = self._cluster.get(asked, "say which rows it has on disk", names)
+        for process, kept in zip(processes, answers, strict=True):
+            if file.name in kept:
+                return process
+        raise PeerLostError(
+            "of some rows of embedding tables no snapshot is left: the processes that had it on disk died. Start the "
+            "program again: with checkpoints= it goes on from the newest checkpoint"
+        )
 
     def _call(self, method: str, arguments: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
         """Call a method of each process, and return the results; the deadline begins anew whenever bytes were read."""

@@ -1,4 +1,4 @@
-"""Copies the files of a snapshot of rows from process to process: to second ones, and to a job's new servers."""
+"""Copies the files of a snapshot of rows to second processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from steepest.core.messages.message import server_peer
-from steepest.core.system import system
 from steepest.embedding.job_tables import dealing_of
-from steepest.errors import DeadlineError, PeerLostError
-from steepest.runtime.calls import drop_calls, raise_remote
+from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.job_runtime import CallError, CallRaisedError, runtime
+from steepest.runtime.job_runtime import CallError, runtime
 
 _AT_ONCE = 4  # files on their way, of some 64 MB each
-_LOOK_SECONDS = 0.5
 
 
 class RowCopies:
@@ -92,39 +89,3 @@ def second_copies(cluster: Cluster, number: int, names: Iterable[str]) -> RowCop
         burden[target] += 1
         files.append((name, source, target))
     return RowCopies(number, files)
-
-
-def carry_files(cluster: Cluster, number: int, wanted: Iterable[tuple[str, Any]]) -> None:
-    """Copy files of a snapshot, by name, from the processes that have them to others.
-
-    Raises:
-        PeerLostError: no living process has a file, or a process died meanwhile.
-    """
-    processes = list(cluster.living())
-    asked = [runtime().call(process, "rows", "files.names", number) for process in processes]
-    answers = cluster.get(asked, "say which rows it has on disk", cluster.names(processes))
-    having = list(zip(processes, map(set, answers), strict=True))
-    files, burden = [], Counter[Any]()
-    for name, target in wanted:
-        sources = [process for process, names in having if name in names]
-        if not sources:
-            raise PeerLostError(
-                "of some rows of embedding tables no snapshot is left: the processes that had it on disk died. "
-                "Start the program again: with checkpoints= it goes on from the newest checkpoint"
-            )
-        source = min(sources, key=lambda each: burden[each])
-        burden[source] += 1
-        files.append((name, source, target))
-    copies = RowCopies(number, files)
-    limit = cluster.run_config.deadlines.step
-    until = system().now() + limit
-    while not copies.advance():
-        if cluster.owner.attend(_LOOK_SECONDS, calls=[*copies.calls], number=1):
-            until = system().now() + limit  # however many rows there are
-            cluster.extend_deadline()
-        elif system().now() > until:
-            raise DeadlineError(f"no rows of a snapshot went from disk to disk for {limit:g} s")
-    if isinstance(copies.failed, CallRaisedError):
-        raise_remote(copies.failed, "a process", "take rows of a snapshot")
-    if copies.failed is not None:
-        raise PeerLostError(f"a process that had or took rows of a snapshot died: {copies.failed}")
