@@ -53,7 +53,7 @@ GROUPS = {
     ),
     "Embedding tables": (
         "Table", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Bucketize", "connect", "ExportedTable",
-        "ServedTable",
+        "ServedTable", "TableRows",
     ),
     "Shared arrays, collectives, predictions": ("ParameterServer", "ring_allreduce", "plan", "Forecast"),
     "Protocols, for what you write yourself": (

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.adapters.jax import JaxModel as JaxModel
     from steepest.adapters.lightning import LightningModel as LightningModel
     from steepest.adapters.tensorflow import TensorFlowModel as TensorFlowModel
+    from steepest.checkpoint.changed_rows import TableRows as TableRows
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.checkpoint.served_table import ServedTable as ServedTable
@@ -108,6 +109,7 @@ _MODULES = {
     "EmbeddingCollection": "embedding.collection",
     "Event": "observe.results",
     "ExportedTable": "checkpoint.exported_table",
+    "TableRows": "checkpoint.changed_rows",
     "ServedTable": "checkpoint.served_table",
     "FailureConfig": "config.run",
     "History": "observe.history",

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from steepest.checkpoint.changed_rows import RowChange
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.checkpoint.safetensors_file import read_some, read_tensors, write_tensors
 from steepest.checkpoint.saved_rows import TABLES as ROWS
@@ -234,7 +235,8 @@ class JobSignature:
                 "Checkpoints(data='new'), with which weights, optimizer state and step stay and "
                 "epochs begin anew"
             )
-        require_tables(*self._all_tables(saved))
+        if not changes_rows(saved):
+            require_tables(*self._all_tables(saved))
         if data != "new" and self._has_other_offsets(saved):
             raise CheckpointError(
                 f"it is of the offsets {_shown(saved.about['offsets'])}, this job's data have {_shown(self.offsets)}: "
@@ -302,7 +304,7 @@ class JobSignature:
 
     def other_tables(self, saved: Checkpoint) -> list[str]:
         """Return in words how embedding tables differ from those of a checkpoint, see `changes_of_tables`."""
-        return changes_of_tables(*self._all_tables(saved))
+        return [] if changes_rows(saved) else changes_of_tables(*self._all_tables(saved))
 
     def _all_tables(self, saved: Checkpoint) -> tuple[list[Any], list[Any]]:
         """Return the descriptions of all tables of a checkpoint, and of the job, on servers and in workers."""
@@ -349,6 +351,18 @@ def with_renamed_tables(saved: Checkpoint, names: Mapping[str, str] | None) -> C
         about=about,
         saved_rows=None if rows is None else replace(rows, tables=about["tables"]),
     )
+
+
+def with_changed_rows(saved: Checkpoint, change: RowChange | None) -> Checkpoint:
+    """Return a checkpoint of whose rows of tables a function makes others, see `DistributedSGD.restore`."""
+    if change is None or (rows := saved.saved_rows) is None:
+        return saved
+    return replace(saved, saved_rows=replace(rows, change=change))
+
+
+def changes_rows(saved: Checkpoint) -> bool:
+    """Return whether a function of the user's changes a checkpoint's rows of tables."""
+    return saved.saved_rows is not None and saved.saved_rows.change is not None
 
 
 def _shown(offsets: Mapping[str, Sequence[int]]) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from steepest.checkpoint.changed_rows import piece_of, rows_in
 from steepest.checkpoint.row_values import wide
 from steepest.checkpoint.saved_rows import TABLES, CheckpointRows, SavedFile, ShardMark
-from steepest.checkpoint.table_moves import Described, TableMoves
+from steepest.checkpoint.table_moves import Described, TableMoves, described_tables
 from steepest.errors import ConfigurationError
 from steepest.tables.hashing import Distinct
 from steepest.tables.index import Index
@@ -83,18 +84,34 @@ def pieces_for(
         ConfigurationError: rows make no sense.
     """
     moves = TableMoves(saved.tables, dealing)
-    for old in moves.numbers(group):
+    for old in moves.numbers(group) if saved.change is None else range(moves.groups):
         for at in range(saved.shards) if shards is None else sorted(shards):
             number = old * saved.shards + at
             for piece in rows_of_shard(saved, number, moves.tables_in(old), read):
-                yield moves.moved(piece, old, group)
+                if saved.change is None:
+                    yield moves.moved(piece, old, group)
+                else:
+                    yield from _changed(piece, old, group, saved, dealing)
+
+
+def _changed(
+    piece: TableState, old: int, group: int, saved: CheckpointRows, dealing: Dealing
+) -> Iterator[TableState]:
+    """Yield what the user's function makes of a piece for the tables of a group of the job."""
+    assert saved.change is not None
+    own = {table.name: (number, table) for number, table in enumerate(dealing.groups[group])}
+    for before in described_tables(saved.tables).values():
+        if before.group == old and len(rows := rows_in(piece, before.number)):
+            for name, made in saved.change(before.name, rows).items():
+                if name in own:
+                    yield piece_of(name, made, *own[name])
 
 
 def mark_for(saved: CheckpointRows, dealing: Dealing, group: int) -> ShardMark:
     """Return the version, seed and clock of a job's group of tables with the rows of a checkpoint."""
     now, same = saved.now or 0, TableMoves(saved.tables, dealing).same(group)
     clock = max(mark.clock and max(mark.clock, now) for mark in saved.marks)
-    if same is not None:
+    if same is not None and saved.change is None:
         return saved.marks[same * saved.shards]._replace(clock=clock)
     newest = max(mark.updates for mark in saved.marks)
     return saved.marks[0]._replace(updates=newest, clock=clock)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save
 
+from steepest.checkpoint.changed_rows import RowChange
 from steepest.checkpoint.safetensors_file import read_tensors
 from steepest.data.storage.files import open_file, storage_of
 from steepest.data.storage.places import StoragePlace
@@ -119,6 +120,7 @@ class CheckpointRows:
     Attributes:
         tables: the tables' descriptions, see `Dealing.description`.
         layers: the newest first; each but the last has the changes since the next.
+        change: the function of the user's that changes the rows, see `DistributedSGD.restore`; None for none.
         now: the time of the restore in seconds since the epoch: the time since the checkpoint is no part of a row's
             time to live. None to leave lives as they are.
     """
@@ -126,6 +128,7 @@ class CheckpointRows:
     tables: Sequence[Sequence[Any]]
     layers: tuple[RowLayer, ...] = field(default=())
     now: int | None = None
+    change: RowChange | None = None
 
     @property
     def marks(self) -> tuple[ShardMark, ...]:

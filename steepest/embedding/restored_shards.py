@@ -232,6 +232,8 @@ def _read_group(
         for shard in loaded:
             shard.end_load()
     except ConfigurationError as error:
+        if saved.change is not None:
+            raise _UnfitError(str(error)) from error
         raise _DamagedError(f"embedding tables: {error}") from error
     for shard in loaded:
         try:
@@ -244,7 +246,7 @@ def _is_one_by_one(wanted: RowsWanted, group: int) -> bool:
     """Return whether each shard of a group may have the rows of one shard of the checkpoint."""
     same = TableMoves(wanted.saved.tables, wanted.dealing).same(group)
     alike = same is not None and wanted.saved.shards == wanted.dealing.num_shards
-    return alike and not wanted.dealt
+    return alike and not wanted.dealt and wanted.saved.change is None
 
 
 def _needed(wanted: RowsWanted) -> list[SavedFile]:
@@ -256,7 +258,7 @@ def _needed(wanted: RowsWanted) -> list[SavedFile]:
             dealing.shard_of(chunk) for chunk in wanted.chunks if dealing.group_of(chunk) == group
         }
         alike = _is_one_by_one(wanted, group)
-        for old in moves.numbers(group):
+        for old in moves.numbers(group) if saved.change is None else range(moves.groups):
             for at in sorted(mine) if alike else range(saved.shards):
                 number = old * saved.shards + at
                 needed |= {

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from steepest.checkpoint import files
+from steepest.checkpoint.changed_rows import RowChange
 from steepest.checkpoint.files import Checkpoints
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.system import system
@@ -284,10 +285,15 @@ class CheckpointManager:
             self._keep()
 
     def restore(
-        self, path: str | Path, data: str, rename_tables: Mapping[str, str] | None = None
+        self,
+        path: str | Path,
+        data: str,
+        rename_tables: Mapping[str, str] | None = None,
+        change_rows: RowChange | None = None,
     ) -> None:
         """Continue from a checkpoint that the user chose: later steps will be done again."""
         saved = files.with_renamed_tables(files.read_apart(place_of(path)), rename_tables)
+        saved = files.with_changed_rows(saved, change_rows)
         signature = self._state.signature()
         self._calls.replacing(lambda: self._state.place(saved, path, data))
         _tell_of(signature, saved, path, data)

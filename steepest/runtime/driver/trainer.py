@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.checkpoint.changed_rows import RowChange
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
 from steepest.checkpoint.table_moves import require_renames
@@ -720,6 +721,7 @@ class DistributedSGD:
         path: str | Path,
         data: str = "continue",
         rename_tables: Mapping[str, str] | None = None,
+        change_rows: RowChange | None = None,
     ) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
 
@@ -738,6 +740,10 @@ class DistributedSGD:
                 schedules and the number of steps continue.
             rename_tables: new names of embedding tables by those that they have in the checkpoint: their rows,
                 slots and counts go on under the new name. First values of new rows follow from the name.
+            change_rows: a function that servers' processes call with the name of a table that servers had and some of
+                its rows, as `TableRows`, again and again until all rows were there. It returns rows by the name of the
+                job's table that gets them; rows for no table of the job are left out. Counts of ids without rows, and
+                gradients that workers had not pushed, begin anew. None to leave rows as they are.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another model or optimizer, or of another
@@ -746,9 +752,11 @@ class DistributedSGD:
         """
         require_choice("data", data, ("continue", "new"))
         require_renames(rename_tables)
+        if change_rows is not None and not callable(change_rows):
+            raise ConfigurationError(f"change_rows={change_rows!r:.80}: give a function, or None")
         with self._idle("restore"):
             self._background.drop()
-            self._keeping.restore(path, data, rename_tables)
+            self._keeping.restore(path, data, rename_tables, change_rows)
 
     def export_table(self, name: str, since: ExportedTable | str | None = None) -> ExportedTable:
         """Return the rows of an embedding table at one version, for serving.

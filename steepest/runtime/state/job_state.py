@@ -57,8 +57,8 @@ class JobState:
         manifest, layout = saved.about, job.description.layout
         tables, dealing = manifest.get("tables", ()), dealing_of(job)
         collected, replicas = OptimizerState.saved(saved.optimizer, manifest, saved.replicas)
-        unpushed = table_moves.unpushed(collected.rows, tables, dealing)
-        collected = replace(collected, rows=unpushed)
+        kept = {} if files.changes_rows(saved) else collected.rows
+        collected = replace(collected, rows=table_moves.unpushed(kept, tables, dealing))
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         mean = Tensors((k, value) for k, value in saved.weights.items() if k not in layout.index)
