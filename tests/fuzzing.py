@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from steepest.collectives.messages import MemberKind
-from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.message import ROLES, Kind, Message, Peer
 from steepest.core.tensors.memory import as_tensor, clone
-from steepest.core.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
+from steepest.core.transport.frames import HEADER, decode_header, encode
 from steepest.core.transport.router import Router
 from steepest.embedding.row_messages import RowKind
 from steepest.errors import DeadlineError, ProtocolError
@@ -67,72 +68,11 @@ ODD: tuple[Any, ...] = (
         {"lr": "x"},
     ),
 )
-KEYS = (
-    *(
-        "worker",
-        "life",
-        "why",
-        "steps",
-        "stats",
-        "what",
-        "chunks",
-        "anew",
-        "state",
-        "log",
-        "first",
-        "length",
-        "pushes",
-    ),
-    *(
-        "readers",
-        "hyper",
-        "skip",
-        "clip",
-        "entry",
-        "workers",
-        "reload",
-        "again",
-        "install",
-        "absent",
-        "dtype",
-        "shape",
-    ),
-    *(
-        "name",
-        "key",
-        "start",
-        "stop",
-        "plain",
-        "squares",
-        "culprits",
-        "pull",
-        "reader",
-        "word",
-        "timings",
-    ),
-    *(
-        "samples",
-        "bytes_pushed",
-        "bytes_pulled",
-        "loss",
-        "metrics",
-        "share",
-        "committed",
-        "error",
-        "reason",
-        "peer",
-        "step",
-    ),
+#: What fields of a former header hold at their ends, and beyond.
+NUMBERS: tuple[Any, ...] = (
+    *(-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 4, 5, 99, 1000, 2**31 - 1, 2**32 - 1, 2**40),
+    *(2**62 - 1, 2**62, 2**62 + 1, 2**63 - 1, 2**63, 2**64 - 1, 1e300, 1e-320),
 )
-HEADERS: dict[str, tuple[Any, ...]] = {
-    "generation": (0, 1, 2, 3, 1000, 2**32 - 1),
-    "incarnation": (0, 1, 2**32 - 1),
-    "sequence": (0, 1, 2, 2**62 + 1, 2**63, 2**64 - 1),
-    "version": (-(2**63), -1, 0, 1, 2, 3, 4, 5, 99, 2**40, 2**62, 2**63 - 1),
-    "chunk": (-(2**31), -2, -1, 0, 1, 2, 99, 2**31 - 1),
-    "weight": (0.0, 1.0, -1.0, 1e300, float("nan"), float("inf")),
-    "total": (0.0, 1.0, -1.0, 1e-320, float("nan"), float("inf")),
-}
 
 
 def carried(message: Message) -> Message | None:
@@ -142,7 +82,7 @@ def carried(message: Message) -> Message | None:
     except (struct.error, ProtocolError, OverflowError):
         return None
     arrived, size, _ = decode_header(data)
-    arrived.meta = decode_meta(data[HEADER.size : HEADER.size + size]) if size else None
+    arrived.body = data[HEADER.size : HEADER.size + size]
     arrived.payload = None if message.payload is None else clone(message.payload)
     return arrived
 
@@ -162,40 +102,41 @@ class Recorder:
 
 
 def copied(message: Message) -> Message:
-    """A message that can be changed without changing another."""
+    """A message that has arrived, with its fields in a list, which can be changed."""
     payload = None if message.payload is None else clone(message.payload)
-    return replace(message, meta=copy.deepcopy(message.meta), payload=payload)
+    return replace(message, body=msgspec.msgpack.decode(message.body), payload=payload)
 
 
 def changed(chance: random.Random, message: Message, peers: Sequence[Peer]) -> Message:
     """A message with something wrong in a few places, or by chance nothing."""
     found = copied(message)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        chance.choice((_header, _header, _meta, _meta, _meta, _nested, _payload, _words, _who))(
+        chance.choice((_number, _number, _field, _field, _field, _nested, _payload, _words, _who))(
             chance, found, peers
         )
     return found
 
 
-def _header(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
-    name = chance.choice(list(HEADERS))
-    now = getattr(message, name)
-    setattr(message, name, chance.choice((*HEADERS[name], now + 1, abs(now - 1))))
+def _number(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
+    fields: list[Any] = message.body
+    if numbers := [at for at, value in enumerate(fields) if type(value) in (int, float)]:
+        at = chance.choice(numbers)
+        fields[at] = chance.choice((*NUMBERS, fields[at] + 1, abs(fields[at] - 1)))
 
 
-def _meta(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
-    meta = message.meta or {}
-    name = chance.choice((*meta, *meta, chance.choice(KEYS)))
-    if chance.random() < 0.3:
-        meta.pop(name, None)
+def _field(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
+    fields: list[Any] = message.body
+    if not fields or chance.random() < 0.05:
+        fields.append(copy.deepcopy(chance.choice(ODD)))
+    elif chance.random() < 0.1:
+        del fields[chance.randrange(len(fields)) :]
     else:
-        meta[name] = copy.deepcopy(chance.choice(ODD))
-    message.meta = None if chance.random() < 0.05 else meta
+        fields[chance.randrange(len(fields))] = copy.deepcopy(chance.choice(ODD))
 
 
 def _nested(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
     """Something inside of a list or object."""
-    place: Any = message.meta
+    place: Any = message.body
     while isinstance(place, (list, dict)) and place:
         name = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
         if not isinstance(place[name], (list, dict)) or chance.random() < 0.3:

@@ -266,7 +266,7 @@ class Reordered:
         if message.kind is not Kind.PUSH:
             return [message]
         assert message.target is not None
-        held = self._held[message.source, message.target, message.sequence]
+        held = self._held[message.source, message.target, message.body.sequence]
         held.append(message)
         if len(held) < self._sizes[message.target.index]:
             return []

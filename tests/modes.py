@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from torch import nn
 
 from steepest.core.engine.commit_log import CommitLog
@@ -111,7 +112,7 @@ def trainable(server: Server) -> list[ServerChunk]:
 
 def counters(cluster: InProcessCluster) -> dict[str, Any]:
     """The coordinator's."""
-    return vars(cluster.wait(cluster.client.counters(), "the counters"))
+    return asdict(cluster.wait(cluster.client.counters(), "the counters"))
 
 
 def shares(log: CommitLog) -> list[int]:

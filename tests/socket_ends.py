@@ -21,6 +21,7 @@ from steepest.core.transport import handshake, sockets
 from steepest.core.transport.channel import Address, Channel
 from steepest.runtime.tls.certificates import JobCertificate, make_certificate
 from steepest.runtime.tls.connections import Identity, Tls, encryption_with
+from tests.said import heard, said
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)
@@ -133,14 +134,14 @@ def ends(server, client):
 
 def message_of(sequence: int, size: int | None = None) -> Message:
     payload = None if size is None else torch.full((size,), sequence % 251, dtype=torch.uint8)
-    return Message(Kind.PUSH, sequence=sequence, payload=payload, source=WORKER, target=COORDINATOR)
+    return said(Kind.PUSH, payload, WORKER, COORDINATOR, sequence=sequence)
 
 
 def assert_serves(server: Node, make) -> None:
     """The listener still welcomes a peer that knows the token, and hears it."""
     good = make(worker_peer(7), node="elsewhere", identity=server.identity)
     together(lambda: good.transport.connect(server.address), server).send(message_of(77, size=10))
-    until(lambda: 77 in [message.sequence for message in server.messages], server)
+    until(lambda: 77 in [heard(message).sequence for message in server.messages], server)
 
 
 def dial(address: Address, family: str) -> socket.socket:

@@ -24,7 +24,6 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, Pr
 
 _MOST_ROUNDS = 1024
 _TAKEN = (MemberKind.DATA, MemberKind.CONNECTED, MemberKind.ABORT, MemberKind.PART)
-_LENT = 0  # in `Data.lent`: its payload is lent
 _ABORT_SECONDS = 1.0  # in which a member that waits answers one that connects to tell it of an end
 
 
@@ -196,7 +195,7 @@ class MemberCollective(Collective):
 
     def lend(self, memory: torch.Tensor, to: int) -> None:
         """Send bytes that the receiver may read where they lie, unchanged until it is known to be done with them."""
-        self._post(memory, to, self._named(memory), _LENT)
+        self._post(memory, to, self._named(memory), lent=True)
 
     def borrow(self, nbytes: int, source: int) -> ReceiveWork:
         """Receive the next message, sent with `lend`, whose `bytes` are not to be written to."""
@@ -229,7 +228,7 @@ class MemberCollective(Collective):
     def _receive(self, memory: torch.Tensor, source: int, what: str) -> ReceiveWork:
         return self._await(source, memory.numel(), memory, what)
 
-    def _post(self, memory: torch.Tensor, to: int, what: str, lent: int = -1) -> None:
+    def _post(self, memory: torch.Tensor, to: int, what: str, *, lent: bool = False) -> None:
         key = self._key()
         here = self._round()
         self._raise_if_over(key, here)
@@ -339,12 +338,15 @@ class MemberCollective(Collective):
         assert message.source is not None
         if message.kind is MemberKind.PART:
             return torch.empty(size, dtype=torch.uint8)
-        if message.chunk == _LENT and message.payload is not None:
+        if message.kind is not MemberKind.DATA:
+            raise ProtocolError(f"a member takes no payload of {message.kind.name}")
+        data: Data = message.body
+        if data.lent and message.payload is not None:
             return as_tensor(message.payload)
-        key = message.generation, message.version
+        key = data.generation, data.call
         here = self._rounds.get(key)
         receipt = (
-            here.posted.get((message.source.index, message.sequence)) if here is not None else None
+            here.posted.get((message.source.index, data.sequence)) if here is not None else None
         )
         if (
             receipt is None
@@ -371,9 +373,9 @@ class MemberCollective(Collective):
             return
         if message.kind is MemberKind.PART:
             if self.take_part is not None:
-                self.take_part(Part.unpack(message), message.payload)
+                self.take_part(message.body, message.payload)
             return
-        key = message.generation, message.version
+        key = message.body.generation, message.body.call
         if self._over(key):
             return
         if key not in self._rounds and len(self._rounds) >= _MOST_ROUNDS:
@@ -382,9 +384,9 @@ class MemberCollective(Collective):
             )
         here = self._round(key)
         if message.kind is MemberKind.ABORT:
-            here.aborted = here.aborted or Abort.unpack(message).reason
+            here.aborted = here.aborted or message.body.reason
         elif message.payload is not None:
-            data = Data.unpack(message)
+            data: Data = message.body
             place = source.index, data.sequence
             if place in here.posted:
                 here.posted.pop(place).receive(message.payload, data.what)

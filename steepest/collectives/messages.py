@@ -2,15 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated
 
-from steepest.core.messages.fields import COUNT, TEXT, Schema
+from steepest.core.messages.fields import Count, Text
 from steepest.core.messages.message import MessageKind
 from steepest.core.messages.permissions import Line, lines
-from steepest.core.messages.schema import Body, Generation, Header, Sequence, body
-
-#: Number of a call of a user's function in which members take part; 0 during a step.
-Call = Annotated[int, Header("version")]
+from steepest.core.messages.schema import Body, body
 
 
 class MemberKind(MessageKind):
@@ -23,24 +19,26 @@ class MemberKind(MessageKind):
 
 
 @body(MemberKind.DATA)
-class Data(Body):
+class Data(Body, frozen=True):
     """One tensor of a collective operation: its bytes are the payload.
 
     A member sends it to another member, during a call of a user's function or during a step.
     """
 
-    generation: Generation  # the membership during a step; 0 during a call
+    generation: Count  # the membership during a step; 0 during a call
     # the sender's count of its messages to this member in this call or generation, from 0
-    sequence: Sequence
-    call: Call  # number of the call of a user's function; 0 during a step
-    # 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it
-    lent: Annotated[int, Header("chunk")] = -1
+    sequence: Count
+    call: (
+        Count  # number of the call of a user's function in which members take part; 0 during a step
+    )
+    # whether the receiver may read the payload in the sender's memory; if not, it copies it
+    lent: bool = False
     # the operation of which it is, and the dtype and shape of the sender's tensor, in words
-    what: Annotated[str, TEXT] = ""
+    what: Text = ""
 
 
 @body(MemberKind.CONNECTED)
-class Connected(Body):
+class Connected(Body, frozen=True):
     """A channel between two members is open.
 
     The member that has opened it sends it to the other one, which then sends the messages that it
@@ -49,20 +47,20 @@ class Connected(Body):
 
 
 @body(MemberKind.ABORT)
-class Abort(Body):
+class Abort(Body, frozen=True):
     """The sender takes no further part in a call or generation.
 
     A member sends it to all others when it gives an operation up or its user's function raised;
     their operations in progress end with a `PeerLostError`.
     """
 
-    generation: Generation  # this and call: as in `Data`
-    call: Call
-    reason: Annotated[str, TEXT] = ""  # in words
+    generation: Count  # this and call: as in `Data`
+    call: Count
+    reason: Text = ""  # in words
 
 
 @body(MemberKind.PART)
-class Part(Body):
+class Part(Body, frozen=True):
     """One worker's values of a gathering in a user's own loop.
 
     A member sends it to all others when its loop gathers; when the members change, it sends that part again, with the
@@ -70,15 +68,15 @@ class Part(Body):
     `steepest.loop.kept.pack`; without one, the sender asks for all parts that the receiver knows.
     """
 
-    number: Annotated[int, Header("version")]  # of the step, or of the batch, at which the loop is
-    sequence: Sequence  # the count of gatherings there before
-    region: Annotated[int, COUNT]  # before or after the step, or at the end of an epoch
-    owner: Annotated[int, COUNT]  # the rank of the worker
+    number: Count  # of the step, or of the batch, at which the loop is
+    sequence: Count  # the count of gatherings there before
+    region: Count  # before or after the step, or at the end of an epoch
+    owner: Count  # the rank of the worker
     # one more than the number of steps that the worker's loop has taken by then; 0 where that is not known
-    steps: Annotated[int, COUNT] = 0
+    steps: Count = 0
 
 
 #: The messages of members, which a process accepts that hosts one.
-MEMBERS: Mapping[Line, Schema] = MappingProxyType(
+MEMBERS: Mapping[Line, type[Body]] = MappingProxyType(
     lines({("member", "member"): (Data, Connected, Abort, Part)})
 )

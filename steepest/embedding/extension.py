@@ -11,9 +11,9 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.stores import OpaqueParts, Stores
-from steepest.core.messages.fields import Schema
 from steepest.core.messages.message import Send
 from steepest.core.messages.permissions import Line
+from steepest.core.messages.schema import Body
 from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import Strategy
@@ -61,7 +61,7 @@ class ModelTables:
     tables: tuple[Table, ...]
 
     @property
-    def lines(self) -> Mapping[Line, Schema]:
+    def lines(self) -> Mapping[Line, type[Body]]:
         """The messages about rows."""
         return LINES
 

@@ -318,15 +318,16 @@ class RowExchange(RowCollector):
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory for arriving rows; None to drop rows that no look-up awaits."""
-        return where_lent(message, size) if message.sequence in self._awaited else None
+        return where_lent(message, size) if message.body.sequence in self._awaited else None
 
     def receive(self, source: Peer, message: Message) -> None:
         """Take the answer of a server; a late one, or a copy, is dropped; ProtocolError: another server was asked."""
-        if message.sequence not in self._awaited:
+        rows: Rows = message.body
+        if rows.sequence not in self._awaited:
             return
-        if source.index != self._awaited[message.sequence]:
+        if source.index != self._awaited[rows.sequence]:
             raise ProtocolError(f"{source} answers what worker {self._worker} has asked another")
-        self._answers[message.sequence] = Rows.unpack(message), message.payload
+        self._answers[rows.sequence] = rows, message.payload
 
 
 @dataclass

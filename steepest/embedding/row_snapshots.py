@@ -6,11 +6,12 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from steepest.core.engine.optimizer_records import state_fields
 from steepest.core.messages.message import Message, Peer, Send
@@ -81,7 +82,7 @@ class RowSnapshots:
         files: RowFiles | None = None,  # of a snapshot that is to be kept on disk
     ) -> None:
         """Start to send the rows of shards as they are now; `end` is sent after the last piece."""
-        wanted = RowsToRead.of(order.options)
+        wanted: RowsToRead = order.options or RowsToRead()
         bases = {chunk: (life, version) for chunk, life, version in wanted.since}
         pieces = [(held, held.pieces(wanted.table, bases.get(held.chunk.index))) for held in shards]
         rest = ((held, piece) for held, each in pieces for piece in each)

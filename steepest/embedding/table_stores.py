@@ -19,7 +19,7 @@ from steepest.core.tensors.layout import Chunk
 from steepest.embedding.pushed_rows import RowGradientStore
 from steepest.embedding.restored_shards import RestoredShards
 from steepest.embedding.row_files import OnRouter, RowFiles
-from steepest.embedding.row_messages import PullRows, RowKind, RowsInto
+from steepest.embedding.row_messages import RowKind
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.embedding.slow_disks import SlowDisks
@@ -87,11 +87,10 @@ class TableService:
     def handle(self, source: Peer, message: Message, at: Position) -> None:
         """Answer a pull, or send a reader more of a snapshot."""
         if message.kind is RowKind.PULL_ROWS:
-            self._pulls.receive(source, PullRows.unpack(message), message.payload, at)
+            self._pulls.receive(source, message.body, message.payload, at)
         else:
-            read_on = ReadOn.unpack(message)
-            into = RowsInto.of(read_on.options)
-            self._snapshots.go_on(source, read_on.sequence, into)
+            read_on: ReadOn = message.body
+            self._snapshots.go_on(source, read_on.sequence, read_on.options)
 
     def reached(self, at: Position) -> None:
         """Answer the pulls that have waited for this position."""

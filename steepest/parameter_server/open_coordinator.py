@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from steepest.core.messages.gradients import Discard
 from steepest.core.messages.membership import Failed, Members
 from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.core.messages.snapshots import Install, Installed, InstallPut
-from steepest.core.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
+from steepest.core.messages.users import PushCommitted, Pushed, PushRefused
 from steepest.core.protocol.commit_rules import Staged
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator, Made, Readers, Updates
@@ -42,11 +43,11 @@ class OpenCoordinator(Coordinator):
         """Act on USER_LEFT or FAILED of a server, or INSTALL of a client."""
         match message.kind:
             case Kind.FAILED if source.index in self.state.servers:
-                return self._update_failed(source, Failed.unpack(message))
+                return self._update_failed(source, message.body)
             case Kind.USER_LEFT if source.index in self.state.servers:
-                return self._abandon(UserLeft.unpack(message).worker, source.index)
+                return self._abandon(message.body.worker, source.index)
             case Kind.INSTALL:
-                return self._install(source, Install.unpack(message))
+                return self._install(source, message.body)
             case _:
                 raise ProtocolError(
                     f"the coordinator of a parameter server does not take {message.kind.name} "
@@ -59,7 +60,7 @@ class OpenCoordinator(Coordinator):
             raise ProtocolError(
                 f"the coordinator of a parameter server takes no report of {source}"
             )
-        pushed = Pushed.unpack(message)
+        pushed: Pushed = message.body
         if pushed.pulled > self.state.version:
             raise ProtocolError(
                 f"PUSHED from version {pushed.pulled}, the newest is {self.state.version}"
@@ -99,12 +100,12 @@ class OpenCoordinator(Coordinator):
         it, so that it outlives this process.
         """
         answers: Outgoing = []
-        readers = []
+        readers: Readers = []
         for push in made.pushes:
             pushed = made.reports[push.worker]
             pull = isinstance(pushed, Pushed) and pushed.pull
             if pull:
-                readers.append([push.worker, push.sequence])
+                readers.append((push.worker, push.sequence))
             if not pull or self.state.is_witnessed:
                 committed = PushCommitted(push.sequence, self.state.version)
                 answers += self._when_known(worker_peer(push.worker), committed.pack())
@@ -156,7 +157,7 @@ class OpenCoordinator(Coordinator):
         generation, version = self.state.generation, self.state.version
         if install.anew:
             self.torn, self._installed = None, version
-        order = InstallPut(generation, version, [[*client, install.sequence]])
+        order = InstallPut(generation, version, [(*client, install.sequence)])
         installed = Installed(generation, install.sequence, version)
         return [*self.state.to_servers(order), *self._when_known(client, installed.pack())]
 

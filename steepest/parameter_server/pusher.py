@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from steepest.errors import (
 )
 from steepest.parameter_server.arrays import Arrays, WantedPart
 
-_READS = 1 << 62  # sequence numbers of reads begin here; those below are of pushes
+_READS = 1 << 61  # sequence numbers of reads begin here; those below are of pushes
 
 
 @dataclass
@@ -148,9 +148,8 @@ class Pusher:
         self._send(COORDINATOR, Pushed(sequence, self.version, pull=pull).pack())
         for chunk in chunks:
             payload, absent = self._arrays.payload(chunk, request.update)
-            push = Push(0, 0, sequence, self.version, chunk.index)
-            if payload is not None:
-                push = replace(push, unit=1.0, total=1.0, absent=absent)
+            unit = 0.0 if payload is None else 1.0
+            push = Push(0, 0, sequence, self.version, chunk.index, unit, unit, absent)
             for server in self._holders[chunk.index]:
                 self._send(server_peer(server), push.pack(payload))
         if not self._copies:
@@ -207,41 +206,42 @@ class Pusher:
         Else None. See `Role.destination`; None for a chunk that is not awaited, or of a request that was
         withdrawn.
         """
-        request = self._requests.get(message.sequence)
-        if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._holders):
+        if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(
                 f"a parameter server's user takes no payload of {message.kind.name}"
             )
-        chunk = self._arrays.layout.chunks[message.chunk]
+        weights: Weights = message.body
+        request = self._requests.get(weights.sequence)
+        chunk = self._arrays.layout.chunks[weights.chunk]
         if size != chunk.nbytes:
-            raise ProtocolError(f"chunk {message.chunk} has {chunk.nbytes} bytes, {size} arrive")
-        if request is None or message.chunk not in request.chunks:
+            raise ProtocolError(f"chunk {weights.chunk} has {chunk.nbytes} bytes, {size} arrive")
+        if request is None or weights.chunk not in request.chunks:
             return None  # a copy
         if request.wanted is None:
             return None
         target = self._arrays.target(chunk, request.wanted)
         if target is None:
             return np.empty(size, dtype=np.uint8)
-        request.in_place[message.chunk] = target
+        request.in_place[weights.chunk] = target
         return target
 
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message; one that answers no open request is ignored; ProtocolError: a kind for no user."""
-        request = self._requests.get(message.sequence)
+        request = self._requests.get(message.body.sequence)
         match message.kind:
             case _ if request is None:
                 return  # a copy, or the request has failed
             case Kind.PUSH_COMMITTED:
                 request.confirmed = True
-                self._finish_if_complete(PushCommitted.unpack(message), request)
+                self._finish_if_complete(message.body, request)
             case Kind.PUSH_REFUSED:
-                refused = PushRefused.unpack(message)
+                refused: PushRefused = message.body
                 if refused.raised:
-                    self._fail_by_optimizer(message.sequence, refused.raised, refused)
+                    self._fail_by_optimizer(refused.sequence, refused.raised, refused)
                     return
                 culprits = refused.culprits
                 names = ", ".join(repr(name) for _, name in culprits if name) or "the array"
-                self._end(message.sequence).set_exception(
+                self._end(refused.sequence).set_exception(
                     NonFiniteError(
                         f"the update was refused, and nothing of it applied: {names} holds NaN or "
                         'infinity; nonfinite="skip" leaves such updates out, nonfinite="pass" '
@@ -249,12 +249,12 @@ class Pusher:
                     )
                 )
             case Kind.WEIGHTS:
-                self._take(Weights.unpack(message), message.payload, request)
+                self._take(message.body, message.payload, request)
             case Kind.SNAPSHOT_END:
-                end = SnapshotEnd.unpack(message)
+                end: SnapshotEnd = message.body
                 if end.given_up:
                     why = f"{source}: {end.given_up}"
-                    self._fail_by_optimizer(message.sequence, why, end)
+                    self._fail_by_optimizer(end.sequence, why, end)
                     return
                 request.servers.discard(source.index)
                 self._finish_if_complete(end, request)

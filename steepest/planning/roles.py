@@ -18,11 +18,10 @@ from steepest.core.messages.gradients import (
     CommitOrder,
     Discard,
     PushStaged,
-    Refresh,
     Report,
     VersionStaged,
 )
-from steepest.core.messages.membership import Grant, Lease, Members
+from steepest.core.messages.membership import Lease
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.core.tensors.half_precision import narrow_size
 from steepest.core.tensors.layout import ParameterLayout
@@ -189,14 +188,14 @@ class ModelledServer:
         """Carry out a decision of the coordinator."""
         match message.kind:
             case Kind.MEMBERS:
-                self._generation = message.generation
+                self._generation = message.body.generation
             case Kind.COMMIT:
-                self._commit(CommitOrder.unpack(message))
+                self._commit(message.body)
             case Kind.REFRESH:
-                self._send(Refresh.unpack(message).readers, message.version, self._order)
+                self._send(message.body.readers, message.body.version, self._order)
             case Kind.DISCARD:
-                discard = Discard.unpack(message)
-                self._send(discard.readers, message.version, self._order)
+                discard: Discard = message.body
+                self._send(discard.readers, discard.version, self._order)
 
     def _commit(self, commit: CommitOrder) -> None:
         """Apply a commit chunk by chunk, and send each to the workers that wait for it."""
@@ -276,11 +275,11 @@ class ModelledWorker:
         """Take a message of the coordinator."""
         match message.kind:
             case Kind.MEMBERS:
-                self._generation = Members.unpack(message).generation
+                self._generation = message.body.generation
             case Kind.GRANT:
-                self._limit = Grant.unpack(message).limit
+                self._limit = message.body.limit
             case Kind.LEASE:
-                self._lease = Lease.unpack(message)
+                self._lease = message.body
 
     def take_weights(self, version: int, chunk: int, size: int) -> None:
         """Take new weights of a chunk."""

@@ -332,7 +332,7 @@ class _Simulation:
             role: ModelledWorker | ModelledServer
             role = (self._workers if peer.role == "worker" else self._servers)[peer.index]
             if message.kind is Kind.COMMIT and peer.index == 0 and self._schedule.installs:
-                self._tell_workers(message.version)
+                self._tell_workers(message.body.version)
             self._traffic.send(self._beside, role.process, 0, partial(role.handle, message))
 
     def _tell_workers(self, version: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+
+from msgspec.structs import replace
 
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Lease

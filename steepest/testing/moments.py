@@ -9,6 +9,7 @@ from steepest.core.engine.chunk_store import GradientStore
 from steepest.core.engine.exchange import Arrived
 from steepest.core.engine.server import Server
 from steepest.core.engine.worker import Worker
+from steepest.core.messages.gradients import Weights
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
 
@@ -56,12 +57,13 @@ def watch_server(server: Server, reached: Report) -> None:
         step = server.version
         handle(source, message)
         if message.kind in (Kind.PUSH, Kind.HOST_PUSH):
-            reached(step, "push", f"chunk {message.chunk} has come from {source}")
+            reached(step, "push", f"chunk {message.body.chunk} has come from {source}")
 
     def sent(target: Peer, message: Message) -> None:
         send(target, message)
         if message.kind is Kind.WEIGHTS and target.role != "client":
-            reached(message.version, "pull", f"chunk {message.chunk} has left for {target}")
+            weights: Weights = message.body
+            reached(weights.version, "pull", f"chunk {weights.chunk} has left for {target}")
 
     watch_applying(server, reached)
     server.handle = handled  # type: ignore[method-assign]
@@ -82,7 +84,7 @@ def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
             reached(
                 clock.step,
                 "pull",
-                f"chunk {message.chunk} of version {message.version} is here, {rest}",
+                f"chunk {message.body.chunk} of version {message.body.version} is here, {rest}",
             )
         return arrived
 

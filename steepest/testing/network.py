@@ -8,15 +8,16 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.schema import encode_body
 from steepest.core.tensors.memory import Bytes, Memory, address_of, clone, copy_bytes
 from steepest.core.transport.channel import TransportEvent
-from steepest.core.transport.frames import encode_meta
 from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, ProtocolError, ShutdownError
 
@@ -57,9 +58,9 @@ class Link:
         """Deliver a copy of a message to the other end's process; MessageTooLargeError: as a wire would."""
         if self.closed:
             return
-        encode_meta(message)
+        encode_body(message)
         assert self.other is not None
-        copy = Message(**{name: getattr(message, name) for name in Message.__slots__})
+        copy = replace(message)
         if message.payload is not None:
             copy.payload = (
                 self._lent(message.payload)
@@ -119,6 +120,10 @@ class InProcessTransport:
         if not self.inbox:
             return []
         link, message = self._next()
+        if message is not None and type(message.body) is not bytes:
+            message.body = encode_body(
+                message
+            )  # as late as this, for those who look at what is sent
         if message is not None and message.payload is not None:
             here = message.payload
             message.payload = here if message.kind in link._network.lends else None

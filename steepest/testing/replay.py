@@ -491,7 +491,7 @@ class _Senders:
             assert rows is not None
             self._rows.answer(source, target, message, rows)
             return
-        if target.role == "server" and target.index != self._job.owners[message.chunk]:
+        if target.role == "server" and target.index != self._job.owners[message.body.chunk]:
             return  # other holders of the chunk get the same push
         message.source, message.target = source, target
         if message.payload is not None:

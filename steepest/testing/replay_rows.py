@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from steepest.core.engine.commit_log import Commit, LoggedPush
 from steepest.core.engine.server import Server
@@ -67,7 +68,7 @@ class RowsOfVersions:
         """Answer a worker's PULL_ROWS with rows of the version that its run's answer had."""
         # ConfigurationError: other rows.
         assert self._push is not None
-        pull = PullRows.unpack(message)
+        pull: PullRows = message.body
         version = (
             next(self._versions, None) if RowsOfPush.of(self._push).versions else self._push.pulled
         )

@@ -3,7 +3,7 @@
     python tests/core/alone.py [arguments of pytest]
 
 `steepest/core` with the four single files below, `tests/core` and some tests of its parts are copied to a temporary
-folder, and run there. The package can import PyTorch, NumPy, msgpack and the standard library alone, and nobody Ray.
+folder, and run there. The package can import PyTorch, NumPy, msgspec and the standard library alone, and nobody Ray.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ TESTS = [
 ]  # fmt: skip
 PARTS = [
     "steepest/__init__.py", "steepest/errors.py", "steepest/lazy.py", "steepest/validation.py",
-    "steepest/core", "tests/hand_moved_clock.py", "tests/protocol/script.py", "tests/protocol/scripts", *TESTS,
+    "steepest/core", "tests/hand_moved_clock.py", "tests/said.py", "tests/protocol/script.py", "tests/protocol/scripts",
+    *TESTS,
 ]  # fmt: skip
 #: What the package may import there.
-LIBRARIES = ["steepest", "torch", "numpy", "msgpack"]
+LIBRARIES = ["steepest", "torch", "numpy", "msgspec"]
 
 _CUSTOMIZE = f"""
 import builtins, sys

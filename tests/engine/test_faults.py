@@ -199,7 +199,14 @@ def test_repeated_pushes_and_reports_count_once(shuffle: int) -> None:
     def repeat(message: Message) -> list[Message]:
         if message.kind not in (Kind.PUSH, Kind.REPORT, Kind.VERSION_STAGED):
             return [message]
-        old = last.get(about := (message.source, message.target, message.kind, message.chunk))
+        old = last.get(
+            about := (
+                message.source,
+                message.target,
+                message.kind,
+                getattr(message.body, "chunk", 0),
+            )
+        )
         last[about] = replace(message)
         return [message, replace(message), *([replace(old)] if old else [])]
 

@@ -16,6 +16,7 @@ from steepest.core.messages.message import (
     Kind,
     Message,
     Peer,
+    PushId,
     aggregator_peer,
     server_peer,
     worker_peer,
@@ -28,6 +29,7 @@ from tests.group_in_one_thread import twice
 from tests.modes import Moody, check, make, settle, trainable, trained
 from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
+from tests.said import said
 
 FLOAT64 = Task(optimizer=sgd(momentum=0.9))
 FLOAT32 = Task(
@@ -267,17 +269,16 @@ def test_a_relay_refuses_what_is_not_of_its_host() -> None:
         0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what)
     )
     with pytest.raises(ProtocolError, match="not of the host"):
-        aggregator.handle(worker_peer(2), Message(Kind.PUSH, chunk=0, weight=1.0))
+        aggregator.handle(worker_peer(2), said(Kind.PUSH, unit=1.0))
     with pytest.raises(ProtocolError, match="no such size"):
-        aggregator.destination(Message(Kind.PUSH, chunk=0), 3)
+        aggregator.destination(said(Kind.PUSH), 3)
     with pytest.raises(ProtocolError, match="takes no"):
-        aggregator.destination(Message(Kind.STATE, chunk=0), 8)
+        aggregator.destination(said(Kind.STATE), 8)
     assert not sent
     trained(cluster, 1)
-    pushes = Message(
-        Kind.HOST_PUSH, cluster.coordinator.generation, version=1, chunk=cluster.job.owners.index(0)
-    )
-    pushes.meta = {"pushes": [[2, 0, 1]]}
+    generation, chunk = cluster.coordinator.generation, cluster.job.owners.index(0)
+    named = {"generation": generation, "pulled": 1, "chunk": chunk}
+    pushes = said(Kind.HOST_PUSH, **named, pushes=(PushId(2, 0, 1),))
     with pytest.raises(ProtocolError, match="serves"):
         cluster.servers[0].handle(aggregator_peer(0), pushes)
 

@@ -9,6 +9,8 @@ import pytest
 
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.optimizer_slices import assemble, disassemble
+from steepest.core.messages.gradients import Report
+from steepest.core.messages.membership import Failed
 from steepest.core.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, counters, hand_over, make, trained
@@ -189,8 +191,10 @@ def test_a_step_that_was_given_up_half_way_is_neither_repeated_nor_forgotten(
             if passed and life.cluster.coordinator.version == 6:
                 return []
             if passed:
+                report: Report = message.body
+                place = report.generation, report.incarnation, report.pulled
                 message.kind = Kind.FAILED
-                message.meta = {"error": "an accident", "traceback": ""}
+                message.body = Failed(*place, "an accident", "")
             passed.append(message)
         return [message]
 

@@ -44,6 +44,7 @@ from tests.own_rules import PairsStrategy
 from tests.pairs import grid
 from tests.random_examples import seeds
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
+from tests.said import said
 
 
 def dropout() -> nn.Module:
@@ -281,7 +282,7 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
 
     def note(message: Message) -> list[Message]:
         if message.kind is Kind.LEASE:
-            granted.append(message.values()["share"])
+            granted.append(message.body.share)
         return [message]
 
     cluster.network.filter = note
@@ -573,8 +574,8 @@ def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_n
 def test_who_has_not_joined_is_awaited(rule: CommitEach) -> None:
     state = CommitState(members=frozenset({0, 1}), servers=(0,), holding=frozenset({0}), rule=rule)
     coordinator = JobCoordinator(state, Updates(lambda step: [{}]), step_timeout=10.0)
-    coordinator.handle(worker_peer(0), Message(Kind.JOIN))
-    coordinator.handle(("client", 0), Message(Kind.ASK, sequence=1, meta={"steps": 1}))  # type: ignore[arg-type]
+    coordinator.handle(worker_peer(0), said(Kind.JOIN))
+    coordinator.handle(("client", 0), said(Kind.ASK, sequence=1, steps=1))  # type: ignore[arg-type]
     assert coordinator.tick(0.0) == []
     ((_, failure),) = [found for found in coordinator.tick(10.0) if found[1].kind is Kind.FAILURE]
-    assert "worker 1" in failure.values()["awaited"]
+    assert "worker 1" in failure.body.awaited

@@ -11,7 +11,7 @@ import torch
 from steepest.core.engine import put_states
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
-from steepest.core.messages.gradients import CommitOrder, HostPush, Push, PushStaged
+from steepest.core.messages.gradients import CommitOrder, HostPush, Push
 from steepest.core.messages.membership import Members, WorkerEnded
 from steepest.core.messages.message import (
     COORDINATOR,
@@ -99,7 +99,7 @@ class Alone:
 
     def staged(self) -> set[tuple[int, int]]:
         """Worker and number of each push for which the coordinator was sent PUSH_STAGED."""
-        reports = [PushStaged.unpack(m) for m in self.sent if m.kind is Kind.PUSH_STAGED]
+        reports = [m.body for m in self.sent if m.kind is Kind.PUSH_STAGED]
         return {(staged.worker, staged.sequence) for staged in reports}
 
 
@@ -240,7 +240,7 @@ def test_of_a_user_that_left_what_had_not_arrived_whole_is_dropped_and_the_coord
     assert (len(held.staged), job.sent) == (2, [])
     job.server.lost(worker_peer(1), "reset")
     assert [*held.staged] == [PushId(100, 0, 1)]
-    assert [UserLeft.unpack(message) for message in job.sent] == [UserLeft(1)]
+    assert [message.body for message in job.sent] == [UserLeft(1)]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Watch:
 
     def __call__(self, message: Message) -> list[Message]:
         if message.kind is Kind.COMMIT and message.target == server_peer(1):
-            for worker, _, _ in message.values()["pushes"]:
+            for worker, _, _ in message.body.pushes:
                 self.clocks[worker] += 1
         if message.kind in (Kind.GRANT, Kind.LEASE):
             assert message.target is not None

@@ -22,6 +22,7 @@ from steepest.errors import PeerLostError, ShutdownError
 from steepest.testing.inspection import replicas_of
 from tests.modes import make
 from tests.reference import Task, sgd
+from tests.said import said
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 
@@ -115,8 +116,8 @@ def test_messages_keep_their_order_when_a_role_waits_in_the_middle_of_one() -> N
             return None
 
         def handle(self, source: Peer, message: Message) -> None:
-            got.append(message.sequence)
-            if message.sequence == 0:
+            got.append(message.body.limit)
+            if message.body.limit == 0:
                 while len(got) < 3:
                     b.wait()
                 got.append(-1)
@@ -131,7 +132,7 @@ def test_messages_keep_their_order_when_a_role_waits_in_the_middle_of_one() -> N
     network.connect(a, (COORDINATOR,), b, (Peer("worker", 9),))
     send = a.sender(COORDINATOR)
     for sequence in range(5):
-        send(Peer("worker", 9), Message(Kind.GRANT, sequence=sequence))
+        send(Peer("worker", 9), said(Kind.GRANT, limit=sequence))
     network.run_until(lambda: len(got) == 6, "all")
     assert got == [0, 1, 2, -1, 3, 4]
 

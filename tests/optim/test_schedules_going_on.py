@@ -17,15 +17,16 @@ from torch.optim import lr_scheduler as schedules
 
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import Kind, Message
+from steepest.core.messages.schema import encode_body
 from steepest.core.optim.json_values import from_json, to_json
 from steepest.core.optim.spec import OptimizerSpec, Schedule
-from steepest.core.transport.frames import decode_meta, encode_meta
 from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster
 from tests.modes import make, settle, trained
 from tests.random_examples import runs
 from tests.reference import Task, same_bits, samples
+from tests.said import heard, said
 
 Optimizer = torch.optim.Optimizer
 
@@ -269,10 +270,11 @@ def test_what_cannot_be_carried_is_computed_from_its_beginning(
     ],
 )
 def test_values_come_back_from_json_and_messages_as_they_were(value: Any) -> None:
-    message = Message(Kind.SNAPSHOT_END, meta={"value": to_json(value)})
+    message = said(Kind.SNAPSHOT_END, state={"schedule": {"value": to_json(value)}})
+    message.body = encode_body(message)
     for text in (
         json.loads(json.dumps(to_json(value))),
-        decode_meta(encode_meta(message))["value"],
+        heard(message).state["schedule"]["value"],
     ):
         found = from_json(text)
         assert (type(found), repr(found)) == (type(value), repr(value))

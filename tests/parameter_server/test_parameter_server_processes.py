@@ -82,7 +82,7 @@ def push_in_part(user: User, pipe: Pipe) -> None:
     left_out = {pusher._holders.index((server,)) for server in pipe.recv()}
 
     def send_in_part(target: Peer, message: Message) -> None:
-        if message.kind is not Kind.PUSH or message.chunk not in left_out:
+        if message.kind is not Kind.PUSH or message.body.chunk not in left_out:
             send(target, message)
 
     user.pusher._send = send_in_part

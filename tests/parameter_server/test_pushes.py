@@ -29,6 +29,7 @@ from tests.group_in_one_thread import (
     zeros,
 )
 from tests.random_examples import SEEDS, runs
+from tests.said import said
 
 some = runs(25)
 INITIAL = {
@@ -190,7 +191,7 @@ def test_a_partial_pull_moves_only_the_chunks_that_are_needed() -> None:
     def see(message: Message) -> list[Message]:
         if message.kind is Kind.WEIGHTS:
             assert message.payload is not None
-            moved.append((message.chunk, message.payload.nbytes))
+            moved.append((message.body.chunk, message.payload.nbytes))
         return [message]
 
     crowd.network.filter = see
@@ -491,7 +492,7 @@ def test_a_payload_that_was_cut_off_keeps_no_memory() -> None:
     (held,) = server.chunks.values()
     for sequence in range(1, 20):  # the memory was asked for, but no message came of it
         server.destination(
-            Message(Kind.PUSH, sequence=sequence, chunk=held.chunk.index), held.chunk.nbytes
+            said(Kind.PUSH, sequence=sequence, chunk=held.chunk.index), held.chunk.nbytes
         )
     check_ones(crowd, push_ones(crowd, 3))
     assert buffers_of(server) <= 6

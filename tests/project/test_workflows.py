@@ -45,7 +45,7 @@ def test_only_the_job_that_publishes_may_and_it_builds_nothing() -> None:
 def test_the_bill_of_materials_has_all_that_is_needed_and_nothing_else() -> None:
     found = bill()
     versions = {each["name"]: each["version"] for each in found["components"]}
-    assert {"torch", "ray", "numpy", "safetensors", "msgpack", "pyyaml", "tqdm"} <= set(versions)
+    assert {"torch", "ray", "numpy", "safetensors", "msgspec", "pyyaml", "tqdm"} <= set(versions)
     assert not {"pytest", "ruff", "scikit-learn", "steepest"} & set(versions)
     assert all(version(name) == number for name, number in versions.items())
     known = {each["bom-ref"] for each in found["components"]}

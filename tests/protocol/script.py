@@ -17,13 +17,14 @@ What is not of the core is imported where it is used: scripts of the core are pl
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from steepest.core.messages import driver, gradients, membership, snapshots, users
 from steepest.core.messages.message import Message, MessageKind, Peer
@@ -141,7 +142,7 @@ class Script:
         usual["sequence"] = (
             next(self._requests) if source.role == "client" else self._pushes.get(worker, 1)
         )
-        names = [each.name for each in dataclasses.fields(body)]  # type: ignore[arg-type]
+        names = body.__struct_fields__
         given = {name: usual[name] for name in names if name in usual}
         if kind != "FAILED" and source.role != "server":
             given.pop("worker", None)
@@ -153,7 +154,7 @@ class Script:
         lines: list[tuple[list[str], str]] = []
         for peer, message in out:
             if message.kind.name == "LEASE":
-                self._pulled[peer.index] = message.version
+                self._pulled[peer.index] = message.body.version
             words = _in_words(message)
             if lines and lines[-1][1] == words:
                 lines[-1][0].append(str(peer))
@@ -191,12 +192,11 @@ def _word(word: str) -> tuple[str, Any]:
 
 
 def _in_words(message: Message) -> str:
-    body = BODIES[message.kind].unpack(message)
     words = [message.kind.name]
-    for each in dataclasses.fields(body):  # type: ignore[arg-type]
-        value = getattr(body, each.name)
+    for each in msgspec.structs.fields(message.body):
+        value = getattr(message.body, each.name)
         default = each.default_factory() if callable(each.default_factory) else each.default
-        if value != default:
+        if value != default and not (value == [] and default == ()):
             words.append(each.name if value is True else f"{each.name}={_plain(value)}")
     return " ".join(words)
 

@@ -25,6 +25,7 @@ from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.protocol.step_summary import summarize
 from steepest.errors import ProtocolError
 from tests.hand_moved_clock import HandMovedClock
+from tests.said import said
 
 CLIENT = Peer("client", 0)
 REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
@@ -49,7 +50,7 @@ def started(workers: int = 2, servers: int = 2, steps: int = 1, **settings: Any)
     """A coordinator whose members have joined and who was asked for steps."""
     coordinator = make(workers, servers, **settings)
     for worker in range(workers):
-        coordinator.handle(worker_peer(worker), Message(Kind.JOIN))
+        coordinator.handle(worker_peer(worker), said(Kind.JOIN))
     if steps:
         ask(coordinator, steps)
     return coordinator
@@ -60,36 +61,32 @@ def ask(
 ) -> Outgoing:
     if number is None:
         number = next(REQUESTS.setdefault(coordinator, itertools.count(1)))
-    meta = {"steps": steps, "stats": True, **meta}
-    generation = meta.pop("generation", coordinator.generation)
-    return coordinator.handle(CLIENT, Message(Kind.ASK, generation, sequence=number, meta=meta))
+    fields = {"generation": coordinator.generation, "steps": steps, **meta}
+    return coordinator.handle(CLIENT, said(Kind.ASK, sequence=number, **fields))
 
 
 def report(
     coordinator: Coordinator, worker: int, *, overflowed: bool = False, **fields: Any
 ) -> Outgoing:
-    meta = {
+    fields = {
+        "generation": coordinator.generation,
+        "pulled": coordinator.version,
+        "total": 4.0,
         "samples": 4,
         "bytes_pushed": 100,
         "bytes_pulled": 50,
         "loss": 1.0,
-        "metrics": {},
-        "timings": {},
-    } | ({"overflowed": True} if overflowed else {})
-    fields = {
-        "generation": coordinator.generation,
-        "version": coordinator.version,
-        "total": 4.0,
+        "overflowed": overflowed,
         **fields,
     }
-    return coordinator.handle(worker_peer(worker), Message(Kind.REPORT, meta=meta, **fields))
+    return coordinator.handle(worker_peer(worker), said(Kind.REPORT, **fields))
 
 
 def staged(
     coordinator: Coordinator, server: int, meta: dict[str, Any] | None = None, **fields: Any
 ) -> Outgoing:
     fields = {"generation": coordinator.generation, "version": coordinator.version, **fields}
-    word = Message(Kind.VERSION_STAGED, meta=meta or {"squares": 1.0}, **fields)
+    word = said(Kind.VERSION_STAGED, **{**fields, **(meta or {"squares": 1.0})})
     return coordinator.handle(server_peer(server), word)
 
 
@@ -121,20 +118,20 @@ def test_an_update_that_a_worker_wants_left_out_changes_nothing(nonfinite: str) 
     staged(coordinator, 1)
     report(coordinator, 0)
     out = report(coordinator, 1, overflowed=True)
-    assert [m.values()["skip"] for _, m in out if m.kind is Kind.COMMIT] == [True, True]
+    assert [m.body.skip for _, m in out if m.kind is Kind.COMMIT] == [True, True]
     assert coordinator.version == 1
 
 
 def test_a_schedule_that_raises_fails_the_step_instead_of_hanging() -> None:
     coordinator = started(steps=2, hyperparameters=lambda step: [[{}], []][step] or [{}][step])
     complete(coordinator)
-    failure = only(complete(coordinator), Kind.FAILURE).values()
-    assert (failure["reason"], failure["step"], failure["error"]) == (
+    failure = only(complete(coordinator), Kind.FAILURE).body
+    assert (failure.reason, failure.step, failure.error) == (
         "schedule",
         1,
         "IndexError: list index out of range",
     )
-    assert "test_coordinator.py" in failure["traceback"]
+    assert "test_coordinator.py" in failure.traceback
     assert coordinator.version == 1
 
 
@@ -189,8 +186,7 @@ def test_metrics_with_weights_of_their_own_are_averaged_by_them() -> None:
         for e in parts[:2]
     ]
     assert summarize(reports, [], True)["metrics"] == {"b": pytest.approx(1.1)}
-    unpacked = [Report.unpack(report.pack()).weights for report, _ in reports]
-    assert unpacked == [{"b": 9.0}, {"b": 1.0}]
+    assert [report.weights for report, _ in reports] == [{"b": 9.0}, {"b": 1.0}]
     assert math.isnan(mean_metrics([Measured({"a": 1.0}, 0.0, {})])[0]["a"])
 
 
@@ -209,9 +205,9 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
             if message.kind is Kind.WEIGHTS:
                 raise ProtocolError("no coordinator takes them")
             self.version += 1
-            result = (CLIENT, Message(Kind.RESULT, version=self.version))
-            failure = (CLIENT, Message(Kind.FAILURE, version=self.version))
-            commit = (server_peer(0), Message(Kind.COMMIT))
+            result = (CLIENT, said(Kind.RESULT, version=self.version))
+            failure = (CLIENT, said(Kind.FAILURE, version=self.version))
+            commit = (server_peer(0), said(Kind.COMMIT))
             if message.kind in (Kind.GIVE_UP, Kind.PUSH_STAGED):
                 return [commit, failure]
             self.unsettled.append(result)
@@ -230,20 +226,20 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
     script = Script()
 
     def send(peer: Peer, message: Message) -> None:
-        commits.append(peer) if message.kind is Kind.COMMIT else told.append(message.version)
+        commits.append(peer) if message.kind is Kind.COMMIT else told.append(message.body.version)
 
     role = CoordinatorRole(script, send, pause=1.0)  # type: ignore[arg-type]
 
     def steps(count: int, kind: Kind = Kind.VERSION_STAGED) -> list[int]:
         for _ in range(count):
-            role.handle(server_peer(0), Message(kind))
+            role.handle(server_peer(0), said(kind))
         return told
 
     assert steps(3) == [1]  # the others so soon after it wait
     assert len(commits) == 3  # which the servers' orders do not
     assert script.settled == 1  # nor are they made
     with pytest.raises(ProtocolError):  # a message that makes no sense costs no result
-        role.handle(server_peer(0), Message(Kind.WEIGHTS))
+        role.handle(server_peer(0), said(Kind.WEIGHTS))
     clock.seconds += 1.0
     assert steps(1) == [1, 2, 3, 4]
     assert steps(1) == [1, 2, 3, 4, 5]  # the last that was asked for

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from steepest.core.messages.driver import Failure
+from steepest.core.messages.driver import Failure, LogPage
+from steepest.core.messages.gradients import PushStaged, Report, VersionStaged
 from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
@@ -21,18 +22,20 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
+from steepest.core.messages.schema import MAX_BODY, encode_body
 from steepest.core.optim.spec import OptimizerSpec, Schedule
 from steepest.core.protocol import commit_state
 from steepest.core.protocol.commit_rules import CommitAll, CommitEach, CommitRule
 from steepest.core.protocol.commit_state import CommitHistory, CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator, Updates
 from steepest.core.protocol.job_coordinator import JobCoordinator
-from steepest.core.transport.frames import MAX_META, encode, encode_meta
+from steepest.core.transport.frames import encode
 from steepest.errors import ConfigurationError, MessageTooLargeError
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.network import Network
 from tests.modes import make, trained
 from tests.reference import Task, samples, sgd
+from tests.said import said
 
 MANY = 1000
 CLIENT = Peer("client", 0)
@@ -62,7 +65,7 @@ def test_every_page_of_the_log_fits_into_a_message(workers: int, groups: int) ->
     while len(found) < len(added):
         page = kept.page(len(found))
         assert page["log"], "a page of nothing"
-        assert len(encode_meta(Message(Kind.LOG_PAGE, meta=page))) < MAX_META / 2
+        assert len(encode_body(LogPage(1, **page).pack())) < MAX_BODY / 2
         found += page["log"]
     assert found == added
 
@@ -75,7 +78,7 @@ def test_a_log_of_many_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(message: Message) -> list[Message]:
         if message.kind is Kind.LOG_PAGE and message.target == CLIENT:
-            pages.append(len(encode_meta(message)))
+            pages.append(len(encode_body(message)))
         return [message]
 
     cluster.network.filter = measure
@@ -119,29 +122,16 @@ def largest(out: Outgoing, seen: Counter[str]) -> None:
     """Every message of these as a wire would have it; notes the most bytes of each kind."""
     encoded: dict[int, int] = {}
     for target, message in out:
-        if id(message.meta) not in encoded:
+        if id(message.body) not in encoded:
             message.source, message.target = COORDINATOR, target
-            encoded[id(message.meta)] = len(encode(message))
-        seen[message.kind.name] = max(seen[message.kind.name], encoded[id(message.meta)])
+            encoded[id(message.body)] = len(encode(message))
+        seen[message.kind.name] = max(seen[message.kind.name], encoded[id(message.body)])
 
 
 def report(worker: int, generation: int, sequence: int, version: int) -> Message:
-    meta = {
-        "samples": 8,
-        "bytes_pushed": 1 << 40,
-        "bytes_pulled": 1 << 40,
-        "loss": 0.1234567890123456,
-        "metrics": {"m": 0.1},
-    }
-    return Message(
-        Kind.REPORT,
-        generation,
-        0,
-        sequence,
-        version,
-        total=8.0,
-        meta={**meta, "timings": {"compute": 0.1}},
-    )
+    sums = 8.0, 8, 1 << 40, 1 << 40
+    means = 0.1234567890123456, {"m": 0.1}, {"compute": 0.1}
+    return Report(generation, 0, sequence, version, *sums, *means).pack()
 
 
 @pytest.mark.long
@@ -152,9 +142,9 @@ def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
 ) -> None:
     coordinator, seen = large(rule, 2), Counter[str]()
     for worker in range(MANY):
-        largest(coordinator.handle(worker_peer(worker), Message(Kind.JOIN)), seen)
+        largest(coordinator.handle(worker_peer(worker), said(Kind.JOIN)), seen)
     largest(
-        coordinator.handle(CLIENT, Message(Kind.ASK, sequence=1, meta={"steps": 2, "stats": True})),
+        coordinator.handle(CLIENT, said(Kind.ASK, sequence=1, steps=2)),
         seen,
     )
     generation, together = coordinator.generation, rule.needs_all
@@ -168,19 +158,15 @@ def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
                 seen,
             )
             for server in () if together else range(2):
-                staged = Message(Kind.PUSH_STAGED, generation, 0, version + 1, coordinator.version)
-                staged.meta = {"worker": worker, "squares": 0.1}
+                named = generation, 0, version + 1, coordinator.version, worker
+                staged = PushStaged(*named, squares=0.1).pack()
                 largest(coordinator.handle(server_peer(server), staged), seen)
         for server in range(2) if together else ():
-            staged = Message(
-                Kind.VERSION_STAGED, generation, version=coordinator.version, meta={"squares": 0.1}
-            )
+            staged = VersionStaged(generation, coordinator.version, squares=0.1).pack()
             largest(coordinator.handle(server_peer(server), staged), seen)
     assert coordinator.version >= 2
-    largest(
-        coordinator.handle(CLIENT, Message(Kind.READ, sequence=2, meta={"what": "state"})), seen
-    )
-    largest(coordinator.handle(CLIENT, Message(Kind.READ_COUNTERS, sequence=3)), seen)
+    largest(coordinator.handle(CLIENT, said(Kind.READ, sequence=2, what="state")), seen)
+    largest(coordinator.handle(CLIENT, said(Kind.READ_COUNTERS, sequence=3)), seen)
     largest(coordinator.lost(worker_peer(3), "killed"), seen)
     assert {"COMMIT", "MEMBERS", "SNAPSHOT", "COUNTERS", "WORKER_LOST"} <= seen.keys()
     assert ("GRANT" in seen, "LEASE" in seen, "RESULT" in seen) == (
@@ -188,7 +174,7 @@ def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
         not together,
         together,
     )
-    assert max(seen.values()) < MAX_META / 2, seen
+    assert max(seen.values()) < MAX_BODY / 2, seen
 
 
 class Named(nn.Module):
@@ -216,7 +202,7 @@ def test_nan_everywhere_names_some_of_it(name: str) -> None:
 
     def measure(message: Message) -> list[Message]:
         if message.kind in (Kind.VERSION_STAGED, Kind.PUSH_STAGED, Kind.FAILURE):
-            told.append(len(encode_meta(message)))
+            told.append(len(encode_body(message)))
         return [message]
 
     cluster.network.filter = measure
@@ -255,7 +241,7 @@ def measuring(count: int, length: int) -> Any:
     ("count", "length", "reason"),
     [
         (10_001, 1, r"it has 10001 metrics, at most 10000 fit"),
-        (50, 100_000, rf"REPORT .* at most {MAX_META} fit"),
+        (50, 100_000, rf"REPORT .* at most {MAX_BODY} fit"),
     ],
 )
 def test_metrics_that_do_not_fit_fail_the_step_of_their_worker(
@@ -275,7 +261,7 @@ class Talker:
         self.send = send
 
     def handle(self, source: Peer, message: Message) -> None:
-        self.send(source, Message(Kind.RESULT, meta={"much": "x" * MAX_META}))
+        self.send(source, said(Kind.RESULT, metrics={"x" * MAX_BODY: 1.0}))
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         return None
@@ -292,10 +278,10 @@ def test_what_does_not_fit_is_not_taken_for_a_message_that_makes_no_sense() -> N
     near, far = network.router(), network.router()
     network.connect(near, (CLIENT,), far, (COORDINATOR,))
     far.host(COORDINATOR, Talker(far.sender(COORDINATOR)))
-    near.sender(CLIENT)(COORDINATOR, Message(Kind.ASK, meta={"steps": 1}))
+    near.sender(CLIENT)(COORDINATOR, said(Kind.ASK, steps=1))
     with pytest.raises(
         MessageTooLargeError,
-        match=rf"RESULT for client 0 carries \d+ bytes .* at most {MAX_META} fit",
+        match=rf"RESULT for client 0 carries \d+ bytes .* at most {MAX_BODY} fit",
     ):
         network.run_until(lambda: False, "the answer")
     assert far.refused == 0
@@ -305,5 +291,5 @@ def test_who_asks_for_too_much_is_told() -> None:
     cluster = InProcessCluster(Task(optimizer=sgd()).creator(), num_workers=2)
     with pytest.raises(MessageTooLargeError, match="INSTALL for coordinator"):
         cluster.wait(
-            cluster.client.install(0, None, None, {"history": "x" * MAX_META}), "the installation"
+            cluster.client.install(0, None, None, {"history": "x" * MAX_BODY}), "the installation"
         )

@@ -48,6 +48,7 @@ from tests.modes import (
 from tests.pairs import grid
 from tests.random_examples import seeds
 from tests.reference import Task, Weights, same_bits, sgd
+from tests.said import body_of, said, with_fields
 
 STEPS = 5
 Filter = Callable[[Message], Sequence[Message]]
@@ -190,7 +191,9 @@ class Again:
         old = self._old[message.source, message.target]
         again = [replace(m) for m in self._random.sample(old, min(self._count, len(old)))]
         self.count += len(again)
-        self.generations |= {m.generation for m in again if m.generation < message.generation}
+        self.generations |= {
+            found for m in again if (found := generation_of(m)) < generation_of(message)
+        }
         if message.kind in self._kinds:
             old.append(replace(message))
         return [*again, message] if self._random.random() < 0.5 else [message, *again]
@@ -256,7 +259,7 @@ def test_a_server_does_not_act_on_a_decision_that_later_ones_followed() -> None:
     discarded: list[Message] = []
 
     def note(message: Message) -> list[Message]:
-        if message.kind is Kind.DISCARD and message.values()["readers"]:
+        if message.kind is Kind.DISCARD and message.body.readers:
             discarded.append(replace(message))
         return [message]
 
@@ -264,8 +267,8 @@ def test_a_server_does_not_act_on_a_decision_that_later_ones_followed() -> None:
     trained(cluster, STEPS)
     old = discarded[0]
     server = cluster.servers[1]
-    assert (old.target, old.generation) == (server_peer(1), server.generation)
-    assert old.version < server.version
+    assert (old.target, old.body.generation) == (server_peer(1), server.generation)
+    assert old.body.version < server.version
     sent = cluster.network.delivered
     server.handle(COORDINATOR, old)
     assert cluster.network.delivered == sent
@@ -280,7 +283,8 @@ def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
 
     def arrive(generation: int, version: int, chunk: int) -> Any:
         value = torch.full_like(layout.chunk_view(weights, chunk), 10 * generation + version)
-        message = Message(Kind.WEIGHTS, generation, version=version, chunk=chunk, payload=value)
+        place = {"generation": generation, "version": version, "chunk": chunk}
+        message = said(Kind.WEIGHTS, value, **place)
         taken = exchange.destination(message, value.numel()) is not None
         arrived = exchange.receive(server_peer(0), message)
         return taken, arrived.complete, int(layout.chunk_view(weights, chunk)[0])
@@ -374,7 +378,7 @@ def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> 
         if message.kind is not Kind.PUSH:
             return [message]
         assert message.target is not None
-        push = kept[message.source, message.target, message.generation, message.sequence]
+        push = kept[message.source, message.target, message.body.generation, message.body.sequence]
         push.append(message)
         if len(push) < held[message.target.index]:
             return []
@@ -409,6 +413,18 @@ def test_plus_one_counts_every_update_once(name: str, size: tuple[int, int], see
     assert torch.allclose(found, torch.full_like(found, sum(rates)), rtol=1e-14, atol=0)
 
 
+def generation_of(message: Message) -> int:
+    return getattr(message.body, "generation", 0)
+
+
+def forged(message: Message, generation: int) -> Message:
+    """The same of another generation, as of a later push."""
+    fields = {"generation": generation}
+    if hasattr(message.body, "sequence"):
+        fields["sequence"] = message.body.sequence + 100
+    return with_fields(message, **fields)
+
+
 class Stranger:
     """A process that speaks for a worker who is no member, and which a larger job would have."""
 
@@ -423,11 +439,11 @@ class Stranger:
             cluster.network.connect(self.router, (self.peer,), router, server_peers(server))
         self._cluster = cluster
 
-    def say(self, kind: Kind, target: Peer, **fields: Any) -> None:
-        generation = self._cluster.coordinator.generation
-        self.send(
-            target, Message(kind, generation, version=self._cluster.coordinator.version, **fields)
-        )
+    def say(self, kind: Kind, target: Peer, payload: Any = None, **fields: Any) -> None:
+        coordinator, names = self._cluster.coordinator, body_of(kind).__struct_fields__
+        place = {"generation": coordinator.generation, "pulled": coordinator.version}
+        named = {**place, "version": coordinator.version, **fields}
+        self.send(target, said(kind, payload, **{n: v for n, v in named.items() if n in names}))
 
     def destination(self, message: Message, size: int) -> None: ...
 
@@ -450,36 +466,27 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
     trained(cluster, 2)
     stranger = Stranger(cluster)
     chunks = cluster.job.description.layout.chunks
-    said = 0
+    count = 0
 
     def interfere(message: Message) -> list[Message]:
-        nonlocal said
+        nonlocal count
         if message.kind is Kind.REPORT and message.source == worker_peer(1):
             if kind is Kind.PUSH:
                 for chunk, owner in zip(chunks, cluster.job.owners, strict=True):
                     payload = torch.ones(chunk.nbytes // 8, dtype=torch.float64).view(torch.uint8)
-                    about = {"sequence": said + 1, "chunk": chunk.index, "payload": payload}
-                    stranger.say(kind, server_peer(owner), weight=1.0, total=1.0, **about)
-                    said += 1
+                    about = {"sequence": count + 1, "chunk": chunk.index, "payload": payload}
+                    stranger.say(kind, server_peer(owner), unit=1.0, total=1.0, **about)
+                    count += 1
             else:
-                meta = {
-                    "samples": 1,
-                    "bytes_pushed": 1,
-                    "bytes_pulled": 1,
-                    "loss": 0.0,
-                    "metrics": {},
-                    "timings": {},
-                    "error": "",
-                    "traceback": "",
-                }
-                stranger.say(kind, COORDINATOR, sequence=said + 1, total=1.0, meta=meta)
-                said += 1
+                sums = {"total": 1.0, "samples": 1, "bytes_pushed": 1, "bytes_pulled": 1}
+                stranger.say(kind, COORDINATOR, sequence=count + 1, **sums)
+                count += 1
         return [message]
 
     cluster.network.filter = interfere
     trained(cluster, 3)
     cluster.network.run_until(
-        lambda: refused(cluster.server_routers) == said > 1, "all to be refused"
+        lambda: refused(cluster.server_routers) == count > 1, "all to be refused"
     )
     check(cluster, trainee)
     assert 7 not in {push.worker for commit in cluster.log().commits for push in commit.pushes}
@@ -503,15 +510,9 @@ def test_pushes_of_a_foreign_generation_are_refused_and_counted(name: str, gener
         nonlocal sent
         if message.kind is Kind.PUSH:
             sent += 1
-            return [
-                replace(message, generation=generation, sequence=message.sequence + 100),
-                message,
-            ]
+            return [forged(message, generation), message]
         if message.kind in (Kind.REPORT, staged_kind(name)):
-            return [
-                replace(message, generation=generation, sequence=message.sequence + 100),
-                message,
-            ]
+            return [forged(message, generation), message]
         return [message]
 
     cluster.network.filter = forge

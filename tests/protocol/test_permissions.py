@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+import tracemalloc
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec.msgpack import Ext
 
 from steepest import DistributedSGD
 from steepest.collectives.members import MemberCollective
@@ -17,28 +21,35 @@ from steepest.config.compression import TopK
 from steepest.core.engine.server import Server
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Result
+from steepest.core.messages.fields import Limits
+from steepest.core.messages.gradients import Push
 from steepest.core.messages.message import (
     COORDINATOR,
+    ROLES,
     Kind,
     Message,
     Peer,
+    PushId,
     member_peer,
     server_peer,
     worker_peer,
 )
 from steepest.core.messages.permissions import TRAINING, MessageCheck
+from steepest.core.messages.schema import MAX_BODY
 from steepest.core.messages.users import OPEN
 from steepest.core.strategies.strategy import Strategy
-from steepest.core.transport.frames import ROLES, decode_meta
 from steepest.core.transport.router import Router
 from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import Fault, InProcessCluster
+from tests.fuzzing import carried
 from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import MODES, make, mode, trained
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
+from tests.said import body_of, with_fields
+from tests.said import said as said_of
 from tests.simulation.run import Simulation, run_config
 
 # -- the table ---------------------------------------------------------------------------------------
@@ -85,7 +96,7 @@ def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations()
 def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
     admission = MessageCheck(table)
     for kind, source, target in itertools.product(Kind, ROLES, ROLES):
-        message = Message(kind, source=Peer(source, 0), target=Peer(target, 0))
+        message = Message(kind, b"", None, Peer(source, 0), Peer(target, 0))
         if (kind, source, target) not in table:
             with pytest.raises(
                 ProtocolError, match=f"a {source} may not send {kind.name} to a {target}"
@@ -100,31 +111,46 @@ def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
         ("version", 2**63 - 1, Kind.LOGGED, server_peer(0), COORDINATOR),
         ("chunk", -1, Kind.PUSH, worker_peer(0), server_peer(0)),
         ("chunk", 4, Kind.PUT, Peer("client", 0), server_peer(0)),
-        ("weight", -1.0, Kind.PUSH, worker_peer(0), server_peer(0)),
+        ("unit", -1.0, Kind.PUSH, worker_peer(0), server_peer(0)),
         ("total", 1e200, Kind.PUSH, worker_peer(0), server_peer(0)),
-        ("weight", float("nan"), Kind.COMMIT, COORDINATOR, server_peer(0)),
+        *(
+            ("rate", value, Kind.COMMIT, COORDINATOR, server_peer(0))
+            for value in (float("nan"), float("inf"), -1.0)
+        ),
     ],
 )
-def test_what_is_wrong_in_a_header_is_named(
+def test_what_is_wrong_in_a_place_or_weight_is_named(
     field: str, value: Any, kind: Kind, source: Peer, target: Peer
 ) -> None:
-    message = Message(
-        kind, chunk=0, meta={"pushes": [], "readers": []}, source=source, target=target
-    )
-    admission = MessageCheck()
-    admission._limits = admission._limits._replace(chunks=4)
-    admission.check(message)
-    setattr(message, field, value)
-    called = TRAINING[kind, source.role, target.role].names[field]
-    with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {called}=.*: give"):
-        admission.check(message)
+    admission = MessageCheck(limits=Limits(chunks=4))
+    admission.check(arrived(said_as(kind, source, target)))
+    with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {field}=.*: give"):
+        admission.check(arrived(said_as(kind, source, target, **{field: value})))
 
 
-@pytest.mark.parametrize("depth", [1, 500, 1000, 1020])
+def said_as(kind: Kind, source: Peer, target: Peer, **fields: Any) -> Message:
+    return said_of(kind, None, source, target, **fields)
+
+
+def arrived(message: Message) -> Message:
+    """A message as it comes to another process."""
+    found = carried(message)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 500, 1000, 100_000])
 def test_a_value_within_many_lists_is_refused_as_any_other(depth: int) -> None:
-    share = decode_meta(b"\x81\xa5share" + b"\x91" * depth + b"\x01")
-    message = Message(Kind.LEASE, meta=share, source=COORDINATOR, target=worker_peer(0))
-    with pytest.raises(ProtocolError, match=r"LEASE from coordinator with share=\[.*: give an int"):
+    body = b"\x93\x01\x02" + b"\x91" * depth + b"\x01"
+    message = Message(Kind.LEASE, body, None, COORDINATOR, worker_peer(0))
+    with pytest.raises(ProtocolError, match=r"LEASE from coordinator with share=.*: give `int`"):
+        MessageCheck().check(message)
+
+
+def test_a_plain_value_within_too_many_lists_is_refused() -> None:
+    state = b"\x94\x07\x02\xc2\x81\xa8schedule\x81\xa1a" + b"\x91" * 100_000 + b"\x01"
+    message = Message(Kind.INSTALL, state, None, Peer("client", 0), COORDINATOR)
+    with pytest.raises(ProtocolError, match="INSTALL from client 0 with damaged fields: maximum"):
         MessageCheck().check(message)
 
 
@@ -144,20 +170,24 @@ COMMIT = {
 }
 WRONG = {
     Kind.REPORT: [
-        *(("samples", value) for value in (None, -1, 1.0, True, "1", 2**80, float("nan"))),
+        *(("samples", value) for value in (None, -1, 1.5, True, "1", 2**63, float("nan"))),
         ("metrics", {"a": "b"}),
         ("metrics", [1.0]),
+        ("metrics", {1: 1.0}),
         ("timings", {"compute": {}}),
         ("loss", True),
+        ("loss", b"1"),
         *(("notes", value) for value in ({}, [1], [[0, 1.0]], [[-1, 1.0, {}]], [[0, 1.0, {"a": "b"}]])),
     ],
     Kind.COMMIT: [
         *(("pushes", value) for value in (None, 3, "xyz", [0, 0, 1], [[0, 0]], [[0, 0, 1, 2]])),
         *(("pushes", value) for value in ([[9, 0, 1]], [[[0], 0, 1]])),
         *(("readers", value) for value in ([[0]], [["0", 0]], [[-1, 0]])),
-        *(("hyper", value) for value in ({}, [1], [{"lr": {}}], [{"lr": [["x"]]}])),
+        *(("hyper", value) for value in ({}, [1], [{"lr": {}}], [{"lr": [["x"]]}], [{"lr": b"x"}])),
         ("skip", 1),
         ("clip", "1"),
+        *(("entry", [value]) for value in (b"x", datetime.now(timezone.utc), Ext(5, b"x"), [{1: 2}])),
+        *(("state", value) for value in ({"ledger": []}, {"history": 1}, {"schedule": {"a": b"x"}})),
     ],
 }  # fmt: skip
 
@@ -165,7 +195,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("kind", "field", "value"), [(kind, *case) for kind, cases in WRONG.items() for case in cases]
 )
-def test_what_is_wrong_in_the_json_is_named(kind: Kind, field: str, value: Any) -> None:
+def test_what_is_wrong_in_a_field_is_named(kind: Kind, field: str, value: Any) -> None:
     valid, source, target = (
         (REPORT, worker_peer(0), COORDINATOR)
         if kind is Kind.REPORT
@@ -173,15 +203,66 @@ def test_what_is_wrong_in_the_json_is_named(kind: Kind, field: str, value: Any) 
     )
     cluster = make("sync")
     admission = cluster.server_routers[0].admission
-    message = Message(kind, meta=valid, source=source, target=target)
-    admission.check(message)
-    message.meta = {**valid, field: value}
+    admission.check(arrived(said_as(kind, source, target, **valid)))
     with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {field}=.*: give"):
-        admission.check(message)
-    message.meta = {key: part for key, part in valid.items() if key != field}
-    if field in ("samples", "pushes", "readers"):
-        with pytest.raises(ProtocolError, match=f"{field} is missing: give"):
+        admission.check(arrived(said_as(kind, source, target, **{**valid, field: value})))
+
+
+def test_too_few_or_too_many_fields_are_refused() -> None:
+    whole = list(msgspec.to_builtins(said_of(Kind.PUSH).body))
+    for fields, why in (
+        (whole[:4], "at least length 5, got 4"),
+        ([*whole, 1], "at most length 8, got 9"),
+    ):
+        message = Message(Kind.PUSH, fields, None, worker_peer(0), server_peer(0))
+        with pytest.raises(ProtocolError, match=f"PUSH from worker 0 with damaged fields: .*{why}"):
+            MessageCheck().check(arrived(message))
+
+
+BAD_BODIES = {
+    "empty": b"",
+    "cut off": b"\x93\x01",
+    "no code": b"\xc1",
+    "not UTF-8": b"\x92\x01\xa2\xff\xfe",
+    "two values": b"\x90\x90",
+    "map": b"\x80",
+    "null": b"\xc0",
+    "number": b"\x07",
+    "string": b"\xa1x",
+    "deep lists": b"\x91" * 1_000_000,
+    "deep maps": b"\x81\xa1a" * 500_000,
+    "endless list": b"\xdd\xff\xff\xff\xff",
+    "endless map": b"\xdf\xff\xff\xff\xff",
+    "time": b"\xd6\xff\x00\x00\x00\x01",
+    "zeros": b"\0" * 40,
+}
+
+
+@pytest.mark.parametrize("line", [*{**TRAINING, **MEMBERS, **LINES}])
+def test_bodies_that_are_damaged_or_deep_are_refused(line: Any) -> None:
+    kind, source, target = line
+    admission = MessageCheck({**TRAINING, **MEMBERS, **LINES})
+    for data in BAD_BODIES.values():
+        message = Message(kind, data, None, Peer(source, 0), Peer(target, 0))
+        with pytest.raises(ProtocolError, match=f"{kind.name} from"):
             admission.check(message)
+        assert admission.number(message) == 0
+
+
+@pytest.mark.parametrize("empty", [b"\x90", b"\x80"])
+def test_a_body_of_nothing_but_lists_takes_little_memory(empty: bytes) -> None:
+    """Each of a byte would take 64."""
+    count = MAX_BODY - 20
+    body = b"\x92\x01\xdd" + count.to_bytes(4, "big") + empty * count
+    message = Message(Kind.LOG_PAGE, body, None, COORDINATOR, Peer("client", 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="more than 524288 lists and maps"):
+            MessageCheck().check(message)
+        assert MessageCheck().number(message) == 0
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # -- what real runs say ------------------------------------------------------------------------------
@@ -198,24 +279,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
         def sending(target: Peer, message: Message) -> None:
             send(target, message)
-            self.admission.check(message)
+            self.admission.check(arrived(message))
             found.append(message)
 
         return sending
 
     monkeypatch.setattr(Router, "sender", sender)
     return found
-
-
-def check_names(said: Sequence[Message], table: Any) -> None:
-    """Whatever travels is named in the table, so that it is looked at; but for what only its receiver's user reads."""
-    free = {Kind.COUNTERS, Kind.LOG_PAGE, Kind.RESULT, Kind.FAILURE, Kind.REFUSED}
-    for message in said:
-        assert message.source is not None
-        assert message.target is not None
-        schema = table[message.kind, message.source.role, message.target.role]
-        unknown = set(message.values()) - set(schema.meta)
-        assert not unknown or message.kind in free, (message.kind.name, message.source, unknown)
 
 
 def use_all(cluster: InProcessCluster, routers: Sequence[Router]) -> None:
@@ -261,13 +331,11 @@ def test_nothing_that_a_strategy_says_is_refused(
         task.creator(), num_workers=workers, strategy=STRATEGIES[name], keep_log=True
     )
     use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
-    check_names(said, TRAINING)
 
 
 def test_nothing_that_relays_say_is_refused(said: list[Message]) -> None:
     cluster = make("sync", hosts=HostMap((0, 0, 1), (0, 1), gathers=True))
     use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
-    check_names(said, TRAINING)
     assert {message.source.role for message in said if message.source is not None} >= {
         "aggregator",
         "client",
@@ -296,7 +364,6 @@ def test_nothing_that_is_said_when_things_go_wrong_is_refused(
         lambda: not cluster.client.outcomes.empty(), "the word that a server is gone"
     )
     assert {Kind.FAILED, Kind.WORKER_LOST, Kind.JOIN} <= {message.kind for message in said}
-    check_names(said, TRAINING)
     assert sum(router.refused for router in [*cluster.server_routers, *cluster.worker_routers]) == 0
 
 
@@ -321,7 +388,6 @@ def test_nothing_that_a_parameter_servers_users_say_is_refused(
     crowd.users[1].die()
     crowd.settle()
     crowd.pull()
-    check_names(said, OPEN)
     assert sum(router.refused for router in crowd.routers) == 0
 
 
@@ -342,19 +408,9 @@ def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
     own = user.links[0].other
     assert own is not None
     source = Peer(role, own.peers[0].index if role in ("worker", "client") else 0)
-    meta = {
-        "pushes": [],
-        "readers": [],
-        "workers": [],
-        "reload": True,
-        "steps": 1,
-        "reader": ["client", 5],
-        "what": "state",
-    }
     for server, target in enumerate((server_peer(0), server_peer(1), COORDINATOR)):
-        user.links[server % 2].send(
-            Message(kind, version=99, meta=dict(meta), source=source, target=target)
-        )
+        version = {"version": 99} if "version" in body_of(kind).__struct_fields__ else {}
+        user.links[server % 2].send(said_of(kind, None, source, target, **version))
     crowd.settle()
     assert refusals(crowd) == 3
     assert crowd.value() == before
@@ -373,12 +429,7 @@ def test_nobody_takes_the_place_of_one_who_is_connected(claimed: Peer) -> None:
     for near, server in zip(crowd.routers, crowd.servers, strict=True):
         link = crowd.network.connect(router, (worker_peer(555), claimed), near, tuple(near._roles))
         link.send(
-            Message(
-                Kind.COMMIT,
-                version=server.version + 1,
-                source=claimed,
-                target=next(iter(near._roles)),
-            )
+            said_of(Kind.COMMIT, None, claimed, next(iter(near._roles)), version=server.version + 1)
         )
         link.close()
     crowd.settle()
@@ -392,8 +443,8 @@ def test_a_worker_speaks_for_itself_alone() -> None:
     trained(cluster, 1)
     link = next(link for link in cluster.links[worker_peer(1)] if server_peer(0) in link.peers)
     version = cluster.coordinator.version
-    link.send(Message(Kind.FAILED, cluster.coordinator.generation, version=version, meta={"error": "", "traceback": ""},
-                      source=worker_peer(0), target=COORDINATOR))  # fmt: skip
+    place = {"generation": cluster.coordinator.generation, "version": version}
+    link.send(said_of(Kind.FAILED, None, worker_peer(0), COORDINATOR, **place))
     trained(cluster, 1)
     assert cluster.server_routers[0].refused == 1
 
@@ -415,14 +466,8 @@ def server_of(cluster: InProcessCluster) -> Server:
 def push(server: Server, worker: int, **fields: Any) -> Message:
     chunk = next(index for index, held in server.chunks.items() if held.chunk.trainable)
     size = server.chunks[chunk].chunk.nbytes
-    return Message(
-        Kind.PUSH,
-        chunk=chunk,
-        weight=1.0,
-        total=1.0,
-        payload=torch.zeros(size, dtype=torch.uint8),
-        **fields,
-    )
+    payload = torch.zeros(size, dtype=torch.uint8)
+    return said_of(Kind.PUSH, payload, **{"chunk": chunk, "unit": 1.0, "total": 1.0, **fields})
 
 
 def test_early_pushes_are_bounded_and_the_job_goes_on() -> None:
@@ -449,8 +494,7 @@ def test_a_user_who_only_pushes_is_refused_at_some_point(chunk: int) -> None:
     crowd = GroupInOneThread({"a": torch.zeros(40)}, servers=1, users=1)
     server, refused = crowd.servers[0], []
     for sequence in range(1, 1100):
-        message = push(server, 100, sequence=sequence)
-        message.chunk = list(server.chunks)[chunk]
+        message = push(server, 100, sequence=sequence, chunk=list(server.chunks)[chunk])
         message.payload = None
         try:
             server.handle(worker_peer(100), message)
@@ -465,21 +509,17 @@ def test_a_user_who_only_pushes_is_refused_at_some_point(chunk: int) -> None:
 def test_reports_without_pushes_are_bounded() -> None:
     crowd = GroupInOneThread()
     for sequence in range(1, 1025):
-        crowd.coordinator.handle(worker_peer(100), Message(Kind.PUSHED, sequence=sequence))
+        crowd.coordinator.handle(worker_peer(100), said_of(Kind.PUSHED, sequence=sequence))
     with pytest.raises(ProtocolError, match="1024 pushes of worker 100 are not complete"):
-        crowd.coordinator.handle(worker_peer(100), Message(Kind.PUSHED, sequence=1025))
+        crowd.coordinator.handle(worker_peer(100), said_of(Kind.PUSHED, sequence=1025))
     crowd.wait(crowd.users[1].push(like(crowd.initial, 1.0)))
 
 
 def test_states_that_are_put_and_not_installed_are_bounded() -> None:
     crowd = GroupInOneThread({"a": torch.zeros(8)}, servers=1)
     server, client = crowd.servers[0], Peer("client", 100)
-    put = lambda sequence: Message(  # noqa: E731
-        Kind.PUT,
-        sequence=sequence,
-        chunk=0,
-        payload=torch.zeros(server.chunks[0].chunk.nbytes, dtype=torch.uint8),
-    )
+    payload = torch.zeros(server.chunks[0].chunk.nbytes, dtype=torch.uint8)
+    put = lambda sequence: said_of(Kind.PUT, payload, sequence=sequence)  # noqa: E731
     for sequence in range(1, 17):
         server.handle(client, put(sequence))
     with pytest.raises(ProtocolError, match="has put 16 states that it has not had installed"):
@@ -492,18 +532,18 @@ def test_states_that_are_put_and_not_installed_are_bounded() -> None:
 def test_what_other_members_are_ahead_is_bounded() -> None:
     member = MemberCollective(0, 2, Router(), 1.0)
     for generation in range(1024):
-        member.handle(member_peer(1), Message(MemberKind.DATA, generation))
+        member.handle(member_peer(1), said_of(MemberKind.DATA, generation=generation))
     with pytest.raises(ProtocolError, match="1024 calls or generations ahead of member 0"):
-        member.handle(member_peer(1), Message(MemberKind.DATA, 2000))
+        member.handle(member_peer(1), said_of(MemberKind.DATA, generation=2000))
     with pytest.raises(ProtocolError, match="member 5 is none of 2 members"):
-        member.handle(member_peer(5), Message(MemberKind.DATA))
+        member.handle(member_peer(5), said_of(MemberKind.DATA))
 
 
 # -- before anything changes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"version": 9}, {"generation": 9}, {"meta": {"pushes": [[0, 0, 77]], "readers": []}}]
+    "wrong", [{"version": 9}, {"generation": 9}, {"pushes": (PushId(0, 0, 77),)}]
 )
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_a_commit_that_cannot_be_applied_changes_nothing(name: str, wrong: dict[str, Any]) -> None:
@@ -515,12 +555,8 @@ def test_a_commit_that_cannot_be_applied_changes_nothing(name: str, wrong: dict[
         server.version,
         {i: held.weights.clone() for i, held in server.chunks.items()},
     )
-    meta = {"pushes": [], "readers": []}
-    word = Message(
-        Kind.COMMIT, server.generation, version=server.version + 1, weight=1.0, meta=meta
-    )
-    for name_, value in wrong.items():
-        setattr(word, name_, value)
+    place = {"generation": server.generation, "version": server.version + 1, "rate": 1.0}
+    word = said_of(Kind.COMMIT, **{**place, **wrong})
     with pytest.raises(ProtocolError, match="COMMIT"):
         server.handle(COORDINATOR, word)
     assert (server.generation, server.version) == before[:2]
@@ -531,13 +567,12 @@ def test_a_commit_that_cannot_be_applied_changes_nothing(name: str, wrong: dict[
 def test_a_worker_reports_one_push_for_one_lease() -> None:
     cluster = make("async", Task(optimizer=sgd()))
     trained(cluster, 2)
-    coordinator, meta = cluster.coordinator, {"samples": 1, "bytes_pushed": 1, "bytes_pulled": 1}
-    word = Message(
-        Kind.REPORT, coordinator.generation, sequence=500, version=coordinator.version, meta=meta
-    )
+    coordinator = cluster.coordinator
+    place = {"generation": coordinator.generation, "pulled": coordinator.version}
+    word = said_of(Kind.REPORT, sequence=500, samples=1, **place)
     with pytest.raises(ProtocolError, match="no lease"):
         coordinator.handle(worker_peer(1), word)
-    word.version += 1
+    word = with_fields(word, pulled=coordinator.version + 1)
     with pytest.raises(ProtocolError, match="REPORT of a push from version"):
         coordinator.handle(worker_peer(1), word)
     trained(cluster, 1)
@@ -553,9 +588,7 @@ def test_a_request_that_is_refused_is_answered() -> None:
         ConfigurationError, match="coordinator refuses the state, .*: INSTALL from .* with state="
     ):
         cluster.wait(odd, "install a state")
-    with pytest.raises(
-        ConfigurationError, match="coordinator refuses the state, .*give an integer"
-    ):
+    with pytest.raises(ConfigurationError, match="coordinator refuses the state, .*give `int` <= "):
         cluster.wait(client.install(1 << 62, None, None), "install a state")
     with pytest.raises(
         ProtocolError, match="coordinator refuses a request: READ from .* with what='x'"
@@ -623,17 +656,16 @@ def test_a_gradient_of_an_absurd_weight_is_one_that_is_not_finite() -> None:
     sent = Sent()
     server._intake._send = sent
     for index in [i for i, held in server.chunks.items() if held.chunk.trainable]:
-        message = push(server, 1, generation=server.generation, sequence=9)
-        message.chunk, message.weight, message.total = index, 1e100, 1e-300
+        cluster.network.run_until(lambda: server.generation > 0, "the first generation")
+        weights = {"chunk": index, "unit": 1e100, "total": 1e-300}
+        message = push(server, 1, generation=server.generation, sequence=9, **weights)
         message.payload = torch.ones(
             server.chunks[index].chunk.nbytes // 8, dtype=torch.float64
         ).view(torch.uint8)
-        cluster.network.run_until(lambda: server.generation > 0, "the first generation")
-        message.generation = server.generation
         server.handle(worker_peer(1), message)
     (_, staged) = sent[-1]
     assert staged.kind is Kind.PUSH_STAGED
-    assert not torch.isfinite(torch.tensor(staged.values()["squares"]))
+    assert not torch.isfinite(torch.tensor(staged.body.squares))
 
 
 def test_a_packed_gradient_that_is_none_is_refused_as_it_comes_and_the_step_goes_on() -> None:
@@ -653,8 +685,8 @@ def test_a_packed_gradient_that_is_none_is_refused_as_it_comes_and_the_step_goes
     assert codec is not None
     size = codec.size(layout, layout.chunks[0])
     assert size is not None
-    message = Message(Kind.PUSH, server.generation, 0, 77, server.version, 0, 1.0, 1.0)
-    message.payload = torch.full((size,), 255, dtype=torch.uint8)
+    push = Push(server.generation, 0, 77, server.version, 0, 1.0, 1.0)
+    message = push.pack(torch.full((size,), 255, dtype=torch.uint8))
     with pytest.raises(ProtocolError, match="elements should come"):
         server.handle(worker_peer(1), message)
     trained(cluster, 1)

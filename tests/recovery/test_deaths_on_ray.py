@@ -75,7 +75,8 @@ def failing(own: Peer, kind: Kind, at: int) -> Any:
         handle = role.handle
 
         def fails(source: Peer, message: Message) -> None:
-            if message.kind is kind and message.version == at:
+            body = message.body
+            if message.kind is kind and getattr(body, "version", getattr(body, "limit", 0)) == at:
                 raise MemoryError("no page is left")
             handle(source, message)
 

@@ -63,7 +63,9 @@ def sent(cluster: InProcessCluster, worker: int) -> Counter[tuple[int, int, Kind
 
     def note(message: Message) -> list[Message]:
         if message.source == worker_peer(worker):
-            found[message.incarnation, message.sequence - 1, message.kind] += 1
+            incarnation = getattr(message.body, "incarnation", 0)
+            step = getattr(message.body, "sequence", 0) - 1
+            found[incarnation, step, message.kind] += 1
         return [message]
 
     cluster.network.filter = note
@@ -317,7 +319,7 @@ def test_only_so_many_messages_to_one_peer_come_twice(name: str) -> None:
 
     def note(message: Message) -> list[Message]:
         if message.source == worker_peer(1) and message.kind is Kind.PUSH:
-            seen[message.sequence - 1, message.target] += 1
+            seen[message.body.sequence - 1, message.target] += 1
         return [message]
 
     cluster.network.filter = note

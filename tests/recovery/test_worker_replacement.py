@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from steepest.core.messages.driver import Failure
-from steepest.core.messages.membership import Lease
 from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.core.models.torch import TorchModel
 from steepest.errors import PeerLostError
@@ -222,7 +221,7 @@ def test_a_successor_is_not_told_that_a_push_of_its_predecessor_was_its_own() ->
 
     def listen(message: Message) -> list[Message]:
         if message.kind is Kind.LEASE and message.target == worker_peer(1):
-            told.append(Lease.unpack(message).committed)
+            told.append(message.body.committed)
         return [message]
 
     cluster.network.filter = listen
@@ -266,7 +265,7 @@ def test_who_is_given_up_though_it_lives_counts_no_more(name: str) -> None:
     held: list[Message] = []
 
     def hold(message: Message) -> list[Message]:
-        if message.source == worker_peer(1) and message.incarnation == 0:
+        if message.source == worker_peer(1) and not getattr(message.body, "incarnation", 0):
             held.append(message)
             return []
         return [message]

@@ -22,6 +22,7 @@ from steepest.errors import (
 )
 from steepest.parameter_server import connection
 from tests.group_in_one_thread import GroupInOneThread, User, like, values, zeros
+from tests.said import said
 
 SECONDS = 30.0
 
@@ -245,7 +246,7 @@ def test_after_the_loss_of_a_server_nothing_is_written_to_the_memory_of_its_requ
     wanted, _ = setup.crowd.arrays.request(None, None, like(zeros(), 7))
     future = setup.user.pusher.pull(wanted)
     chunk = next(c for c in setup.crowd.arrays.layout.chunks if len(c.slices) == 1)
-    arriving = Message(Kind.WEIGHTS, sequence=setup.user.pusher._reads, chunk=chunk.index)
+    arriving = said(Kind.WEIGHTS, sequence=setup.user.pusher._reads, chunk=chunk.index)
     target = setup.user.pusher.destination(arriving, chunk.nbytes)
     setup.crowd.network.remove(setup.crowd.routers[1])
     with pytest.raises(PeerLostError):

@@ -6,13 +6,14 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from steepest.core.messages.message import Message, Peer
+from steepest.core.messages.schema import encode_body
 from steepest.core.tensors.memory import Memory, address_of, clone, copy_bytes
 from steepest.core.transport.channel import Address, ChannelSink, TransportEvent
-from steepest.core.transport.frames import decode_meta, encode_meta
 from steepest.core.transport.handshake import names_of
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError
 from tests.simulation.virtual_threads import Scheduler, Waiters
@@ -108,9 +109,7 @@ class SimulatedChannel:
         wires.scheduler.check()
         if self.closed:
             return
-        copy = Message(message.kind, **{name: getattr(message, name) for name in _PLACES})
-        meta = encode_meta(message)
-        copy.meta = decode_meta(meta) if meta else None
+        copy = replace(message, body=encode_body(message))
         if message.payload is not None:
             copy.payload = clone(message.payload)
             self.transport.bytes_sent += message.payload.nbytes
@@ -142,11 +141,6 @@ class SimulatedChannel:
             self.closed = True
             self.transport.ends.pop(self, None)
             self._send(None, "connection closed")
-
-
-_PLACES = (
-    "generation", "incarnation", "sequence", "version", "chunk", "weight", "total", "source", "target",
-)  # fmt: skip
 
 
 class SimulatedTransport:

@@ -21,9 +21,10 @@ from steepest.tables.hashing import shard_of
 from steepest.tables.push_form import Chance, PushForm
 from steepest.tables.spread import Spread
 from steepest.testing import InProcessCluster
-from tests.fuzzing import copied, processes
+from tests.fuzzing import processes
 from tests.modes import make, trained
 from tests.reference import same_bits
+from tests.said import with_fields
 from tests.table_tasks import rows_of, same_rows, table_task
 
 STEPS = 3
@@ -106,9 +107,13 @@ def pushed(change: Change) -> Callable[[Message], Message | None]:
     """Makes a wrong push of one with rows of the first group of tables."""
 
     def wrong(message: Message) -> Message | None:
-        if message.kind is not Kind.PUSH or message.payload is None or message.chunk not in USERS:
+        if (
+            message.kind is not Kind.PUSH
+            or message.payload is None
+            or message.body.chunk not in USERS
+        ):
             return None
-        found = copied(message)
+        found = replace(message)
         rows, *others = form().unpack(as_tensor(clone(message.payload)).numpy())
         packed = form().pack(
             [change(rows), *others], lambda size: np.empty(size, np.uint8), Chance(0, 0)
@@ -153,17 +158,14 @@ def pulled(
     """Makes a wrong pull of one of the first group of tables."""
 
     def wrong(message: Message) -> Message | None:
-        if message.kind is not RowKind.PULL_ROWS or message.values()["lookups"][0][0] != 0:
+        if message.kind is not RowKind.PULL_ROWS or message.body.lookups[0][0] != 0:
             return None
-        found = copied(message)
-        found.sequence += 1000
-        count = message.values()["lookups"][0][1]
+        count = message.body.lookups[0][1]
         tables, ids = unpack_keys(as_tensor(clone(message.payload)).numpy())
         tables, ids = change((tables[:count], ids[:count]))
+        lookups, sequence = [(0, len(ids), True)], message.body.sequence + 1000
+        found = with_fields(message, **{"lookups": lookups, "sequence": sequence, **header})
         found.payload = torch.from_numpy(pack_keys([(np.sort(tables), ids)]))
-        found.meta = {"lookups": [[0, len(ids), True]]}
-        for name, value in header.items():
-            setattr(found, name, value)
         return found
 
     return wrong
@@ -179,7 +181,7 @@ def without_a_byte(message: Message) -> Message | None:
 def of_group(group: int) -> Callable[[Message], Message | None]:
     def wrong(message: Message) -> Message | None:
         if (found := pulled()(message)) is not None:
-            found.meta = {"lookups": [[group, *found.values()["lookups"][0][1:]]]}
+            return with_fields(found, lookups=[(group, *found.body.lookups[0][1:])])
         return found
 
     return wrong

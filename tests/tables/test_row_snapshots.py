@@ -9,7 +9,7 @@ import torch
 
 from steepest.core.engine.client import Client
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
-from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
+from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
 from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.embedding import table_chunk
 from steepest.embedding.row_snapshots import READER_SECONDS, RowSnapshots
@@ -40,7 +40,7 @@ def test_a_reader_has_two_pieces_that_it_has_not_taken(held: TableChunk) -> None
     sent: list[Message] = []
     snapshots = RowSnapshots(lambda peer, message: sent.append(message))
     snapshots.begin(order(), [held], END)
-    waits = [m for m in sent if (m.meta or {}).get("waits")]
+    waits = [m for m in sent if getattr(m.body, "waits", False)]
     assert len(waits) == 2
     assert not any(m.kind is Kind.SNAPSHOT_END for m in sent)
     for _ in range(9):  # some of them copies
@@ -49,7 +49,7 @@ def test_a_reader_has_two_pieces_that_it_has_not_taken(held: TableChunk) -> None
         snapshots.go_on(Peer("client", 1), 7)
     ends = [m.kind for m in sent if m.kind is Kind.SNAPSHOT_END]
     assert ends == [sent[-1].kind]
-    ids = [m.payload for m in sent if m.meta and m.meta.get("key") == "ids"]
+    ids = [m.payload for m in sent if getattr(m.body, "key", "") == "ids"]
     assert torch.cat([p.view(torch.int64) for p in ids if p is not None]).tolist() == list(
         range(20)
     )
@@ -79,7 +79,7 @@ def test_a_client_takes_a_read_that_was_given_up_to_its_end(held: TableChunk) ->
         for message in answers:
             client.handle(server_peer(0), message)
     assert {(peer, message.kind) for peer, message in sent} == {(server_peer(0), Kind.READ_ON)}
-    assert {ReadOn.unpack(message).sequence for _, message in sent} == {99}
+    assert {message.body.sequence for _, message in sent} == {99}
 
 
 def test_a_read_that_is_held_goes_on_as_its_records_are_taken(held: TableChunk) -> None:
@@ -94,7 +94,7 @@ def test_a_read_that_is_held_goes_on_as_its_records_are_taken(held: TableChunk) 
 
     snapshots = RowSnapshots(answer)
     future = client.read("state", held=True)
-    sequence = sent.pop().sequence
+    sequence = sent.pop().body.sequence
     snapshots.begin(order(sequence), [held], SnapshotEnd(1, sequence, 4))
     taken, turns = [], 0
     while not future.done():
@@ -102,7 +102,7 @@ def test_a_read_that_is_held_goes_on_as_its_records_are_taken(held: TableChunk) 
         taken.append(client.take(future))
         turns += 1
         while sent:
-            snapshots.go_on(READER, sent.pop().sequence)
+            snapshots.go_on(READER, sent.pop().body.sequence)
         for message in answers:  # copies change nothing
             client.handle(server_peer(0), message)
     assert turns == 2  # of five pieces two came at once, and two in each turn
@@ -122,13 +122,13 @@ def test_a_read_that_is_given_up_is_sent_to_its_end(held: TableChunk) -> None:
     client = Client(layout, [[0]], 1, lambda peer, message: sent.append(message))
     snapshots = RowSnapshots(lambda peer, message: client.handle(server_peer(0), message))
     future = client.read("state", held=True)
-    sequence = sent.pop().sequence
+    sequence = sent.pop().body.sequence
     snapshots.begin(order(sequence), [held], SnapshotEnd(1, sequence, 4))
     client.give_up(future, CheckpointError("given up"))
     with pytest.raises(CheckpointError):
         future.result(0)
     while sent:
-        snapshots.go_on(READER, sent.pop().sequence)
+        snapshots.go_on(READER, sent.pop().body.sequence)
     assert not snapshots._begun
     assert not len(held.rows._cuts)
     assert client.take(future) == []
@@ -142,7 +142,7 @@ def test_a_snapshot_that_is_not_read_on_is_dropped_and_its_reader_hears_of_it(
     client = Client(layout, [[0]], 1, lambda peer, message: sent.append(message))
     snapshots = RowSnapshots(lambda peer, message: client.handle(server_peer(0), message))
     future = client.read("state", held=True)
-    sequence = sent.pop().sequence
+    sequence = sent.pop().body.sequence
     snapshots.begin(order(sequence), [held], SnapshotEnd(1, sequence, 4))
     snapshots.tick(5.0)
     snapshots.tick(READER_SECONDS)

@@ -518,11 +518,11 @@ def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
         keys = torch.from_numpy(pack_keys([(np.zeros(len(ids), np.int32), ids)]))
         pull = PullRows(1, sequence, 10, [(0, len(ids), False)])
         pulls.receive(Peer("worker", sequence), pull, keys, (1, 10))
-    assert [rows.sequence for rows in sent] == [1]  # rows on disk are still being read
+    assert [rows.body.sequence for rows in sent] == [1]  # rows on disk are still being read
     assert f"directory '{tmp_path}', table 't'" in str(disks.doing())
     go_on.set()
     calls.get(timeout=30.0)()
-    assert [rows.sequence for rows in sent] == [1, 0]
+    assert [rows.body.sequence for rows in sent] == [1, 0]
     assert str(disks.doing()) == ""
     for rows, ids in zip(sent, (here, away), strict=True):
         assert rows.payload is not None

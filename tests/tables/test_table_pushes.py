@@ -204,7 +204,7 @@ def test_the_rows_of_a_server_are_one_push_whatever_groups_and_shards_it_has() -
     together = [set(chunks) for first, chunks in topology.pushed.items() if first in opaque]
     assert len(opaque) > len(together) == 3
     assert set.union(*together) == opaque
-    of_rows = [message.chunk for message in pushed if message.chunk in opaque]
+    of_rows = [m.body.chunk for m in pushed if m.body.chunk in opaque]
     assert len(of_rows) == 2 * len(cluster.workers) * len(together)
 
 

@@ -95,7 +95,7 @@ def test_no_answer_to_the_dead_is_taken_for_one_to_a_successor() -> None:
 
     def note(message: Message) -> Sequence[Message]:
         if message.kind is RowKind.PULL_ROWS and message.source == worker_peer(1):
-            asked.append((cluster.lives[1], message.sequence))
+            asked.append((cluster.lives[1], message.body.sequence))
         return die(message)
 
     cluster.network.filter = note

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, TorchModel
-from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.messages.message import COORDINATOR, Kind, worker_peer
 from steepest.core.tensors import shared_memory
 from steepest.core.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.errors import ConfigurationError, ModelRaisedError
@@ -19,6 +19,7 @@ from steepest.runtime.process import ProgramDefaults
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
+from tests.said import said
 from tests.socket_ends import (
     Node,
     client,  # noqa: F401 - a fixture
@@ -42,7 +43,7 @@ def lent(ends: tuple[Any, Any], server: Node, client: Node) -> tuple[torch.Tenso
     """16 pages and what another process sees of them."""
     server.place = lambda message, size: message.payload
     memory = allocate(16 * PAGE)
-    ends[0].send(Message(Kind.PUSH, payload=memory, source=worker_peer(0), target=COORDINATOR))
+    ends[0].send(said(Kind.PUSH, memory, worker_peer(0), COORDINATOR))
     until(lambda: server.messages, client, server)
     return memory, server.messages[0].payload
 

@@ -33,6 +33,7 @@ from steepest.core.transport.frames import FrameReader, encode
 from steepest.errors import ProtocolError
 from tests.processes import Child
 from tests.random_examples import seeds
+from tests.said import heard, said
 from tests.socket_ends import (
     Node,
     client,  # noqa: F401 - a fixture
@@ -69,7 +70,7 @@ def lendable(size: int) -> torch.Tensor:
 
 
 def message_of(payload: torch.Tensor, sequence: int = 1) -> Message:
-    return Message(Kind.PUSH, sequence=sequence, payload=payload, source=WORKER, target=COORDINATOR)
+    return said(Kind.PUSH, payload, WORKER, COORDINATOR, sequence=sequence)
 
 
 def open_descriptors() -> int:
@@ -295,8 +296,9 @@ def test_when_too_much_is_lent_payloads_go_through_the_socket(
     for sequence in range(3):
         near.send(message_of(data_of(SHARED_FROM, sequence), sequence))
     until(lambda: len(leaving.messages) == 3, client, leaving)
-    assert [message.sequence for message in leaving.messages] == [0, 1, 2]
-    assert all(torch.equal(m.payload, data_of(SHARED_FROM, m.sequence)) for m in leaving.messages)
+    assert [heard(message).sequence for message in leaving.messages] == [0, 1, 2]
+    for sequence, message in enumerate(leaving.messages):
+        assert torch.equal(message.payload, data_of(SHARED_FROM, sequence))
     assert len(own) == 1, "one was lent, two were sent"
 
 

@@ -10,7 +10,9 @@ import torch
 from steepest.core.engine.outgoing_weights import WeightBuffers
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
-from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.messages.gradients import CommitOrder, Push
+from steepest.core.messages.membership import Members
+from steepest.core.messages.message import COORDINATOR, PushId, worker_peer
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.shared_memory import (
     AVAILABLE,
@@ -56,9 +58,7 @@ class Reading:
             mode=ServerMode(stages_each=True, versions_differ=True),
         )
         self.commits = 0
-        self.server.handle(
-            COORDINATOR, Message(Kind.MEMBERS, 1, version=0, meta={"workers": [0], "reload": False})
-        )
+        self.server.handle(COORDINATOR, Members(1, 0, workers=[0], reload=False).pack())
 
     def commit(self, times: int = 1) -> None:
         """Adds one to every weight."""
@@ -66,14 +66,10 @@ class Reading:
             self.commits += 1
             for chunk in self.layout.chunks:
                 ones = torch.ones(chunk.nbytes // 4).view(torch.uint8)
-                push = Message(
-                    Kind.PUSH, 1, 0, self.commits, self.commits - 1, chunk=chunk.index, payload=ones
-                )
-                push.weight = push.total = 1.0
-                self.server.handle(worker_peer(0), push)
-            commit = Message(Kind.COMMIT, 1, version=self.commits)
-            commit.meta, commit.weight = {"pushes": [[0, 0, self.commits]], "readers": []}, 1.0
-            self.server.handle(COORDINATOR, commit)
+                push = Push(1, 0, self.commits, self.commits - 1, chunk.index, 1.0, 1.0)
+                self.server.handle(worker_peer(0), push.pack(ones))
+            commit = CommitOrder(1, self.commits, 1.0, (PushId(0, 0, self.commits),), ())
+            self.server.handle(COORDINATOR, commit.pack())
             values = torch.cat(
                 [held.weights.view(torch.float32) for held in self.server.chunks.values()]
             )

@@ -18,7 +18,7 @@ from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.messages.permissions import TRAINING
 from steepest.core.messages.users import OPEN
 from steepest.embedding.row_messages import LINES
-from steepest.errors import ModelRaisedError
+from steepest.errors import ModelRaisedError, ProtocolError
 from steepest.testing import Fault, InProcessCluster, Link, Network
 from tests.fuzzing import Recorder, go_on, tell
 from tests.group_in_one_thread import GroupInOneThread, like
@@ -212,11 +212,13 @@ def links(network: Network) -> list[Link]:
 
 
 def take_step(cluster: InProcessCluster, said: str) -> None:
-    """The step that was asked for is committed."""
-    cluster.network.run_until(
-        lambda: not cluster.client.outcomes.empty(), f"a step in spite of {said}"
-    )
-    outcome = cluster.client.outcomes.get()
+    """The step that was asked for is committed; what was said in the client's name may be refused to it before."""
+    outcome: Any = None
+    while outcome is None or isinstance(outcome, ProtocolError):
+        cluster.network.run_until(
+            lambda: not cluster.client.outcomes.empty(), f"a step in spite of {said}"
+        )
+        outcome = cluster.client.outcomes.get()
     assert isinstance(outcome, Result), (outcome, said)
 
 

@@ -28,6 +28,7 @@ from steepest.core.transport.channel import Channel
 from steepest.strategies.aggregation.host_aggregator import HostAggregator
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.limits import limited
+from tests.said import heard, said
 from tests.socket_ends import (
     Node,
     client,  # noqa: F401 - a fixture
@@ -71,7 +72,7 @@ def no_memory() -> Iterator[None]:
 
 
 def message_of(payload: torch.Tensor | None, sequence: int = 1) -> Message:
-    return Message(Kind.PUSH, sequence=sequence, payload=payload, source=WORKER, target=COORDINATOR)
+    return said(Kind.PUSH, payload, WORKER, COORDINATOR, sequence=sequence)
 
 
 def lendable(value: int, size: int = SHARED_FROM) -> torch.Tensor:
@@ -123,7 +124,7 @@ def test_who_cannot_map_what_is_lent_is_sent_it_in_order(
         near.send(message_of(payload, sequence))
     with lack():
         until(lambda: len(leaving.messages) == len(payloads), client, leaving)
-    assert [message.sequence for message in leaving.messages] == list(range(len(payloads)))
+    assert [heard(message).sequence for message in leaving.messages] == list(range(len(payloads)))
     for message, payload in zip(leaving.messages, payloads, strict=True):
         assert payload is None or torch.equal(message.payload, payload)
     assert leaving.lost == []
@@ -193,8 +194,8 @@ def test_messages_are_whole_and_in_order_whenever_descriptors_run_out(
                 if looks:
                     until(lambda: len(reader.messages) == number + 1, reader, sender)  # noqa: B023 - at once
         until(lambda: len(reader.messages) == len(script), reader, sender)
-        assert [message.sequence for message in reader.messages] == list(range(len(script)))
-        assert all(bool((message.payload == message.sequence).all()) for message in reader.messages)
+        assert [heard(message).sequence for message in reader.messages] == list(range(len(script)))
+        assert all(bool((m.payload == at).all()) for at, m in enumerate(reader.messages))
     finally:
         Node.alive.clear()
         for each in (reader, sender):
@@ -226,7 +227,7 @@ def test_a_vector_that_is_copied_when_it_is_sent_is_not_shown_to_be_shared(shown
     aggregator = HostAggregator(
         0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what), shown=shown
     )
-    weights = Message(Kind.WEIGHTS, 1, chunk=0, meta={"reload": True})
+    weights = said(Kind.WEIGHTS, generation=1, reload=True)
     weights.payload = aggregator.destination(
         weights, layout.chunk_view(layout.allocate(), 0).numel()
     )

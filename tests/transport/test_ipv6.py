@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from benchmarks.namespaces import enter
-from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.messages.message import COORDINATOR, Kind, worker_peer
 from steepest.errors import AuthenticationError, PeerLostError
 from tests.network_namespaces import NEEDS_NAMESPACES, namespaces, ray_nodes
 from tests.ray_hosts import Place
+from tests.said import said
 from tests.socket_ends import (
     certificate,
     node,  # noqa: F401 - a fixture
@@ -58,7 +59,7 @@ def test_the_transport_between_two_hosts(node: Any, spaces: tuple[str, str], tls
     assert near._socket.getpeername()[0] == ADDRESSES[0]
     assert near._socket.getsockname()[0] == ADDRESSES[1]
     payload = (torch.arange(1_000_000) % 251).to(torch.uint8)
-    near.send(Message(Kind.PUSH, payload=payload, source=WORKER, target=COORDINATOR))
+    near.send(said(Kind.PUSH, payload, WORKER, COORDINATOR))
     until(lambda: server.messages, server, client)
     assert torch.equal(server.messages[0].payload, payload)
     stranger = node(worker_peer(1), node="elsewhere", token=b"another" * 5, identity=mine)

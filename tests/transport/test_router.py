@@ -10,11 +10,11 @@ import torch
 
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.messages.permissions import MessageCheck
-from steepest.core.messages.snapshots import Refused
 from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.errors import ProtocolError, ShutdownError
+from tests.said import said
 
 ME, OTHER, CLIENT = Peer("worker", 0), Peer("server", 0), Peer("client", 0)
 
@@ -61,7 +61,7 @@ def test_who_waits_for_a_message_of_its_own_process_does_not_wait_for_others() -
     router, transport, role = Router(), Silent(), Counting()
     router.use(transport)  # type: ignore[arg-type]
     router.host(ME, role)
-    router.sender(OTHER)(ME, Message(Kind.WEIGHTS))
+    router.sender(OTHER)(ME, said(Kind.WEIGHTS))
     router.wait()
     assert (role.count, transport.timeouts) == (1, [0.0])
     router.wait()
@@ -108,15 +108,15 @@ def test_whatever_a_message_makes_a_role_raise_is_that_messages_refusal(error: E
     router.host(ME, Raising(error))
     router.attach(channel)  # type: ignore[arg-type]
     for number, source in enumerate((OTHER, CLIENT), 1):
-        message = Message(Kind.WEIGHTS, sequence=7, source=source, target=ME)
+        message = said(Kind.WEIGHTS, None, source, ME, sequence=7)
         transport.coming.append(TransportEvent(channel, message))  # type: ignore[arg-type]
         router.turn(0.0)
         assert router.refused == number
         with pytest.raises(ProtocolError):
             router.destination(channel, message, 1 << 36)  # type: ignore[arg-type]
     (answer,) = channel.sent  # a client waits for one
-    assert (answer.kind, answer.sequence, answer.target) == (Kind.REFUSED, 7, CLIENT)
-    assert (str(error) or "MemoryError") in Refused.unpack(answer).why
+    assert (answer.kind, answer.body.sequence, answer.target) == (Kind.REFUSED, 7, CLIENT)
+    assert (str(error) or "MemoryError") in answer.body.why
 
 
 @pytest.mark.parametrize("error", [ShutdownError("it ends"), KeyboardInterrupt()])
@@ -126,7 +126,7 @@ def test_what_ends_a_process_is_no_refusal(error: BaseException) -> None:
     router.admit(Anybody())
     router.host(ME, Raising(error))
     router.attach(channel)  # type: ignore[arg-type]
-    message = Message(Kind.WEIGHTS, source=OTHER, target=ME)
+    message = said(Kind.WEIGHTS, None, OTHER, ME)
     transport.coming.append(TransportEvent(channel, message))  # type: ignore[arg-type]
     with pytest.raises(type(error)):
         router.turn(0.0)
@@ -137,7 +137,7 @@ def test_who_waits_for_what_another_thread_has_it_told_does_not_wait_for_others(
     router, transport, role = Router(), Silent(), Counting()
     router.use(transport)  # type: ignore[arg-type]
     router.host(ME, role)
-    router.call(lambda: router.sender(OTHER)(ME, Message(Kind.WEIGHTS)))
+    router.call(lambda: router.sender(OTHER)(ME, said(Kind.WEIGHTS)))
     router.wait()
     assert (role.count, transport.timeouts) == (1, [0.0])
 
@@ -152,7 +152,7 @@ class Endless(Counting):
     def handle(self, source: Peer, message: Message) -> None:
         super().handle(source, message)
         if self.count < self._limit:
-            self._send(ME, Message(Kind.WEIGHTS))
+            self._send(ME, said(Kind.WEIGHTS))
 
 
 def test_others_are_heard_while_the_roles_of_one_process_talk_without_end() -> None:
@@ -161,7 +161,7 @@ def test_others_are_heard_while_the_roles_of_one_process_talk_without_end() -> N
     role = Endless(router, limit=1_000_000)
     router.use(transport)  # type: ignore[arg-type]
     router.host(ME, role)
-    router.sender(OTHER)(ME, Message(Kind.WEIGHTS))
+    router.sender(OTHER)(ME, said(Kind.WEIGHTS))
     for _ in range(3):
         router.turn(1.0)
     assert role.count < 1_000_000
@@ -173,7 +173,7 @@ def test_what_waits_for_the_process_to_be_idle_is_called_before_it_sleeps() -> N
     router.use(transport)  # type: ignore[arg-type]
     router.host(ME, role)
     happened: list[str] = []
-    router.sender(OTHER)(ME, Message(Kind.WEIGHTS))
+    router.sender(OTHER)(ME, said(Kind.WEIGHTS))
     router.when_idle(lambda: happened.append(f"idle after {role.count}"))
     router.turn(1.0)
     assert happened == ["idle after 1"]

@@ -19,6 +19,7 @@ from steepest.errors import ProtocolError
 from steepest.testing import InProcessCluster, Network
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
+from tests.said import said
 from tests.socket_ends import (
     Node,
     family,  # noqa: F401 - a fixture
@@ -64,8 +65,8 @@ def tell_weights(cluster: InProcessCluster, stranger: Peer, source: Peer) -> Non
         router = cluster.network.router()
         link = cluster.network.connect(router, (stranger,), near, tuple(near._roles))
         payload = torch.full((chunk.nbytes,), 63, dtype=torch.uint8)
-        message = Message(Kind.WEIGHTS, **newer, chunk=chunk.index, payload=payload)
-        message.source, message.target = source, worker_peer(0)
+        named = {**newer, "chunk": chunk.index}
+        message = said(Kind.WEIGHTS, payload, source, worker_peer(0), **named)
         link.send(message)
         cluster.network.settle()
         assert link.closed
@@ -93,7 +94,7 @@ class Taker:
 
 def weights_of(source: Peer) -> Message:
     payload = torch.ones(8, dtype=torch.uint8)
-    return Message(Kind.WEIGHTS, chunk=0, payload=payload, source=source, target=worker_peer(0))
+    return said(Kind.WEIGHTS, payload, source, worker_peer(0))
 
 
 @pytest.fixture
@@ -152,10 +153,8 @@ def test_over_sockets_too(node, server: Node, family: str) -> None:  # noqa: F81
     client = node(worker_peer(2), node=place, identity=server.identity)
     channel = together(lambda: client.transport.connect(server.address), server)
     for source in (worker_peer(2), server_peer(0)):
-        message = Message(
-            Kind.JOIN, payload=torch.ones(8, dtype=torch.uint8), source=source, target=COORDINATOR
-        )
-        channel.send(message)
+        payload = torch.ones(8, dtype=torch.uint8)
+        channel.send(said(Kind.JOIN, payload, source, COORDINATOR))
     until(lambda: server.lost, server)
     assert [message.source for message in server.messages] == [worker_peer(2)]
     assert server.transport.refused == 1

@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
-from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.messages.message import COORDINATOR, Kind, worker_peer
 from steepest.core.transport import handshake, sockets
 from steepest.core.transport.frames import encode
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
 from tests.limits import limited
+from tests.said import heard, said
 from tests.socket_ends import (
     FAMILIES,
     GREETING,
@@ -63,13 +64,12 @@ def test_messages_arrive_in_order_both_ways_and_payloads_in_the_sinks_memory(end
             end.send(message_of(number, size))
     until(lambda: len(server.messages) == len(client.messages) == len(sizes), server, client)
     for end in (server, client):
-        assert [message.sequence for message in end.messages] == list(range(len(sizes)))
+        assert [heard(message).sequence for message in end.messages] == list(range(len(sizes)))
         arrived = [message for message in end.messages if message.payload is not None]
         for message, landed in zip(arrived, end.landed, strict=True):
             assert message.payload is landed
-            assert torch.equal(
-                landed, message_of(message.sequence, sizes[message.sequence]).payload
-            )
+            number = heard(message).sequence
+            assert torch.equal(landed, message_of(number, sizes[number]).payload)
     assert (
         server.transport.bytes_sent
         == client.transport.bytes_sent
@@ -130,9 +130,9 @@ def test_a_forked_child_has_no_part_in_the_channels_of_its_parent(ends, server, 
         os._exit(0)
     until(lambda: server.messages, server, client)
     near.send(message_of(3))
-    far.send(Message(Kind.COUNTERS, source=COORDINATOR, target=WORKER))
+    far.send(said(Kind.COUNTERS, None, COORDINATOR, WORKER))
     until(lambda: client.messages and len(server.messages) > 1, server, client)
-    assert [message.sequence for message in server.messages] == [1, 3]
+    assert [heard(message).sequence for message in server.messages] == [1, 3]
     assert torch.equal(server.messages[0].payload, message_of(1, size=8 << 20).payload)
     near.close()
     until(lambda: server.lost, server)  # although the child lives
@@ -153,7 +153,7 @@ def test_what_a_peer_sent_arrives_although_it_closed_with_unread_input(
     if sending:
         far.send(message_of(2))
     until(lambda: server.lost, server)
-    assert [message.sequence for message in server.messages] == [0, 1, 2]
+    assert [heard(message).sequence for message in server.messages] == [0, 1, 2]
     assert (server.lost, far.pending) == ([far], 0)
 
 
@@ -232,7 +232,7 @@ def test_a_truncated_or_damaged_frame_after_the_handshake_is_refused(ending, end
     near._socket.sendall(encode(message_of(3)) + ending)
     near.close()
     until(lambda: server.lost, server)
-    assert [message.sequence for message in server.messages] == [3]
+    assert [heard(message).sequence for message in server.messages] == [3]
     assert (server.transport.refused, server.lost) == (1, [far])
     assert_serves(server, node)
 

@@ -18,6 +18,7 @@ from steepest.core.messages.message import Kind, Message, Peer, member_peer
 from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
 from tests.members import together, wire_group
+from tests.said import said
 
 ME, OTHER = Peer("worker", 0), Peer("server", 0)
 ELEMENTS = 3_000_000
@@ -79,10 +80,10 @@ def test_what_was_said_leaves_before_each_call_from_another_thread(
 
         def call() -> None:
             seen.append((len(transport.left), len(transport.waiting)))
-            send(OTHER, Message(Kind.PUSH))
+            send(OTHER, said(Kind.PUSH))
 
         router.call(call)
-    send(OTHER, Message(Kind.PUSH_STAGED))
+    send(OTHER, said(Kind.PUSH_STAGED))
     router.turn(0.0)
     assert seen == [(1, 0), (2, 0), (3, 0)]
     assert len(transport.left) == 4

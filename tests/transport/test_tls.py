@@ -38,6 +38,7 @@ from steepest.runtime.tls import certificates
 from steepest.runtime.tls.certificates import JobCertificate, make_certificate
 from steepest.runtime.tls.connections import RECORD, Tls, TlsSocket, identity_of
 from steepest.testing import linear_model_creator
+from tests.said import heard
 from tests.simulation.run import Simulation, run_config
 from tests.socket_ends import (
     GREETING,
@@ -258,7 +259,7 @@ def test_a_byte_changed_on_the_way_is_refused_and_nothing_of_it_arrives(
     damage = True
     near.send(marked(2))
     until(lambda: server.lost, server)
-    assert [message.sequence for message in server.messages] == [1]
+    assert [heard(message).sequence for message in server.messages] == [1]
     assert server.transport.refused == 1
 
 

@@ -29,6 +29,7 @@ from tests.ray_hosts import (
     place,  # noqa: F401 - a fixture
 )
 from tests.reference import same_bits
+from tests.said import said
 from tests.socket_ends import (
     FAMILIES,
     Node,
@@ -57,7 +58,7 @@ def sockets_of(pids: Iterable[int]) -> list[str]:
 
 
 def message_of(payload: torch.Tensor) -> Message:
-    return Message(Kind.PUSH, payload=payload, source=WORKER, target=COORDINATOR)
+    return said(Kind.PUSH, payload, WORKER, COORDINATOR)
 
 
 def lent(near: Any, far: Node, *nodes: Node) -> bool:

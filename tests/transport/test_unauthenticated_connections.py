@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from steepest.collectives.shared_memory_reduce import shared_allreduce
-from steepest.core.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
+from steepest.core.messages.message import COORDINATOR, Kind, server_peer, worker_peer
 from steepest.core.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
 from steepest.core.transport import sockets
 from steepest.core.transport.channel import Address
@@ -28,6 +28,7 @@ from steepest.runtime.tls.connections import encryption_with
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
+from tests.said import heard, said
 from tests.socket_ends import (
     GREETING,
     LIMIT,
@@ -109,11 +110,7 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
             flood.open_more(60)
             clock.now += 1.0
             steps += 1
-            near.send(
-                Message(
-                    Kind.PUSH, sequence=steps, payload=payload, source=WORKER, target=COORDINATOR
-                )
-            )
+            near.send(said(Kind.PUSH, payload, WORKER, COORDINATOR, sequence=steps))
             until(lambda: len(server.messages) == steps, server)  # noqa: B023 - at once
             for _ in range(60 // ACCEPTED_AT_ONCE):
                 server.turn()
@@ -132,7 +129,7 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
         if newcomer is not None:
             until(newcomer.done, server)
             newcomer.result().close()
-    assert [message.sequence for message in server.messages] == list(range(1, steps + 1))
+    assert [heard(message).sequence for message in server.messages] == list(range(1, steps + 1))
     assert newcomers >= 3
     assert most_memory - memory_before < 40 << 20
     until(lambda: server.transport.refused >= 10_000 - 300, server)
@@ -343,9 +340,7 @@ def test_over_ipv6(node: Any, tls: bool) -> None:
     near = together(lambda: client.transport.connect(address), server)
     assert f"[::1]:{address.port}" in near.name
     payload = torch.arange(100_000) % 251
-    near.send(
-        Message(Kind.PUSH, payload=payload.to(torch.uint8), source=WORKER, target=COORDINATOR)
-    )
+    near.send(said(Kind.PUSH, payload.to(torch.uint8), WORKER, COORDINATOR))
     until(lambda: server.messages, server, client)
     assert torch.equal(server.messages[0].payload, payload.to(torch.uint8))
     with socket.create_connection((address.host, address.port)) as stranger:
@@ -374,7 +369,7 @@ def test_where_unix_sockets_do_not_reach_tcp_does_and_nothing_is_lent(
     client = node(WORKER)
     near = together(lambda: client.transport.connect(elsewhere(server.address)), server)
     memory = allocate(SHARED_FROM).fill_(5)
-    near.send(Message(Kind.PUSH, payload=memory, source=WORKER, target=COORDINATOR))
+    near.send(said(Kind.PUSH, memory, WORKER, COORDINATOR))
     until(lambda: server.messages, server, client)
     memory.fill_(9)
     assert bool((server.messages[0].payload == 5).all())

@@ -338,67 +338,71 @@ class Client:
 
         See `Role.destination`.
         """
-        read = self._reads.get(message.sequence)
+        if message.kind not in (Kind.WEIGHTS, Kind.STATE):
+            raise ProtocolError(f"a client takes no payload of {message.kind.name}")
+        body: Weights | StateTensor = message.body
+        read = self._reads.get(body.sequence)
         if read is None or (
             message.source is not None and message.source.index not in read.awaited
         ):
             return None
         read.begin()
-        if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
-            view = self._layout.chunk_view(read.weights, message.chunk)
+        if isinstance(body, Weights):
+            view = self._layout.chunk_view(read.weights, body.chunk)
             if view.numel() == size:
                 return view
-        elif message.kind is Kind.STATE:
-            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
+        else:
+            return torch.empty(checked_state_size(body, size), dtype=torch.uint8)
         raise ProtocolError(
-            f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}"
+            f"a client takes no {message.kind.name} of {size} bytes for chunk {body.chunk}"
         )
 
     def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915
         """Act on one message; ProtocolError: a client takes no such message."""
         match message.kind:
             case Kind.WORKER_LOST:
-                lost = WorkerLost.unpack(message)
+                lost: WorkerLost = message.body
                 if (life := (lost.worker, lost.life)) not in self._ended:
                     self._ended.add(life)
                     self._move_to(lost)
                     self._tell(lost)
             case Kind.DIFFERENCE:
-                difference = AuditDifference.unpack(message)
+                difference: AuditDifference = message.body
                 place = Position(difference.generation, difference.version)
                 if place > self._differed:
                     self._differed = place
                     self._tell(difference)
             case Kind.RESULT:
-                self._end_step(Result.unpack(message))
+                self._end_step(message.body)
             case Kind.FAILURE:
-                self._end_step(Failure.unpack(message))
+                self._end_step(message.body)
             case Kind.WEIGHTS | Kind.STATE | Kind.SNAPSHOT_END:
-                if message.sequence in self._reads:
-                    self._take(source, message, self._reads[message.sequence])
-                elif message.kind is Kind.STATE and StateTensor.unpack(message).waits:
-                    self._send(source, ReadOn(message.sequence).pack())  # to its end
+                number = message.body.sequence
+                if number in self._reads:
+                    self._take(source, message, self._reads[number])
+                elif message.kind is Kind.STATE and message.body.waits:
+                    self._send(source, ReadOn(number).pack())  # to its end
             case Kind.PUT_RECEIVED:
-                self._acknowledge(source, PutReceived.unpack(message))
+                self._acknowledge(source, message.body)
             case Kind.INSTALLED:
-                self._move_to(Installed.unpack(message))
-                if (install := self._installs.pop(message.sequence, None)) is not None:
+                self._move_to(installed := message.body)
+                if (install := self._installs.pop(installed.sequence, None)) is not None:
                     install.future.set_result(self.position)
             case Kind.REFUSED:
-                self._end_refused(source, Refused.unpack(message))
+                self._end_refused(source, message.body)
             case Kind.REVOKED:
-                self._move_to(revoked := Revoked.unpack(message))
+                self._move_to(revoked := message.body)
                 self._answer(revoked.sequence, self.position)
             case Kind.STOPPED:
-                stopped = Stopped.unpack(message)
+                stopped: Stopped = message.body
                 known = Position(stopped.generation, self.position.version)
                 self.position = max(self.position, known)
                 self._answer(stopped.sequence, stopped.limit)
             case Kind.COUNTERS:
-                counters = Counters.unpack(message)
+                counters: Counters = message.body
                 self._answer(counters.sequence, counters)
             case Kind.LOG_PAGE:
-                page = LogPage.unpack(message)
+                page: LogPage = message.body
                 self._answer(page.sequence, page)
             case _:
                 raise ProtocolError(f"a client does not take {message.kind.name}")
@@ -424,23 +428,23 @@ class Client:
             return  # a copy
         read.begin()
         if message.kind is Kind.WEIGHTS:
-            weights = Weights.unpack(message)
+            weights: Weights = message.body
             view = self._layout.chunk_view(read.weights, weights.chunk)
             if message.payload is not None and message.payload.data_ptr() != view.data_ptr():
                 view.copy_(message.payload)
         elif message.kind is Kind.STATE:
-            part = StateTensor.unpack(message)
+            part: StateTensor = message.body
             key = (part.chunk, part.name, part.key, part.start)
             if key in read.records:
                 return  # a copy
             if part.waits:
                 if read.held is None:
-                    self._send(source, ReadOn(message.sequence).pack())
+                    self._send(source, ReadOn(part.sequence).pack())
                 else:
                     read.held.append(source)
             read.records[key] = (part.chunk, part.about, state_tensor(part.about, message.payload))
         else:
-            self._end_snapshot(source, SnapshotEnd.unpack(message), read)
+            self._end_snapshot(source, message.body, read)
 
     def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Reading) -> None:
         """Note that a server sent its part; the last sets the read's future. ProtocolError: versions differ."""

@@ -114,7 +114,7 @@ class CoordinatorRole:
         self._sent_at = self._now()
         while self._results:
             peer, message = self._results[0]
-            if message.kind is Kind.RESULT and message.version > self.coordinator.logged:
+            if message.kind is Kind.RESULT and message.body.version > self.coordinator.logged:
                 return
             del self._results[0]
             self._send(peer, message)

@@ -78,19 +78,20 @@ class ArrivingWeights:
         """Return memory of `size` bytes for an arriving WEIGHTS, in the vector if possible; None to drop an old chunk.
 
         Raises:
-            ProtocolError: there is no such chunk, or it has another size.
+            ProtocolError: the chunk has another size.
         """
-        if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
+        if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
-        view, address = self._views[message.chunk]
-        is_new = (message.generation, message.version) > self._newest[message.chunk]
-        dtype = self._layout.chunks[message.chunk].dtype
-        if self._codec is not None and self._is_of_changes(message.chunk, size):
+        weights: Weights = message.body
+        view, address = self._views[weights.chunk]
+        is_new = (weights.generation, weights.version) > self._newest[weights.chunk]
+        dtype = self._layout.chunks[weights.chunk].dtype
+        if self._codec is not None and self._is_of_changes(weights.chunk, size):
             return where_lent(message, size) if is_new else None
         if self._wire_dtype and size == narrow_size(dtype, view.nbytes, self._wire_dtype):
             return where_lent(message, size) if is_new else None
         if view.nbytes != size:
-            raise ProtocolError(f"chunk {message.chunk} has {view.nbytes} bytes, {size} arrive")
+            raise ProtocolError(f"chunk {weights.chunk} has {view.nbytes} bytes, {size} arrive")
         if message.payload is not None and address_of(message.payload) == address:
             return message.payload
         if not is_new:
@@ -105,7 +106,7 @@ class ArrivingWeights:
         """
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
-        weights = Weights.unpack(message)
+        weights: Weights = message.body
         payload = message.payload
         key = (weights.generation, weights.version)
         if payload is None or key <= self._newest[weights.chunk]:

@@ -14,9 +14,10 @@ from steepest.core.data.protocol import Blocks
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.stores import OpaqueParts, Stores
 from steepest.core.engine.topology import HostMap, Topology
-from steepest.core.messages.fields import Limits, Schema
+from steepest.core.messages.fields import Limits
 from steepest.core.messages.message import Peer
 from steepest.core.messages.permissions import TRAINING, Line
+from steepest.core.messages.schema import Body
 from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import (
@@ -287,7 +288,7 @@ class Job:
         return None if opaque is None else opaque.stores(self.description.layout, self.seed)
 
     @property
-    def lines(self) -> Mapping[Line, Schema]:
+    def lines(self) -> Mapping[Line, type[Body]]:
         """The messages that its roles may send to each other."""
         opaque = self.description.opaque
         return TRAINING if opaque is None else {**TRAINING, **opaque.lines}

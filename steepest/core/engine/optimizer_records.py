@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from steepest.core.messages.message import Message
+from steepest.core.messages.snapshots import PutState, StateTensor
 from steepest.core.tensors.dtypes import as_bytes
 from steepest.errors import ProtocolError
 
@@ -55,9 +55,9 @@ def state_tensor(description: dict[str, Any], payload: torch.Tensor | None) -> t
     return payload.view(dtype).view(shape)
 
 
-def checked_state_size(message: Message, size: int) -> int:
+def checked_state_size(record: StateTensor | PutState, size: int) -> int:
     """Return the size in bytes of an arriving record's payload; ProtocolError: not its dtype's and shape's."""
-    dtype, shape = _form(message.values())
+    dtype, shape = _form(record.about)
     if math.prod(shape) * dtype.itemsize != size:
         raise ProtocolError(f"optimizer state of shape {shape} and dtype {dtype} in {size} bytes")
     return size

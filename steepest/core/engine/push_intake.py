@@ -15,7 +15,7 @@ from steepest.core.engine.chunk_store import GradientStore, StagedPush
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import HostPush, Push, PushStaged, VersionStaged
-from steepest.core.messages.message import COORDINATOR, Message, Peer, PushId, Send, worker_peer
+from steepest.core.messages.message import COORDINATOR, Peer, PushId, Send, worker_peer
 from steepest.core.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, ClosedPushes
 from steepest.errors import ProtocolError, listed
 
@@ -237,10 +237,10 @@ class PushIntake:
         self.progress.clear()
         self._done.clear()
 
-    def is_late(self, message: Message) -> bool:
+    def is_late(self, push: Push | HostPush) -> bool:
         """Return whether a push is of a generation, or a version, that is over."""
-        late = message.generation < self.generation
-        return late or (not self._stages_each and message.version < self.version)
+        late = push.generation < self.generation
+        return late or (not self._stages_each and push.pulled < self.version)
 
     def are_whole(self, pushes: Collection[PushId]) -> bool:
         """Return whether some pushes can be committed, as far as this server knows."""

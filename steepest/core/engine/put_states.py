@@ -10,7 +10,7 @@ import torch
 
 from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.engine.optimizer_records import state_tensor
-from steepest.core.messages.message import Message, MessageKind, Peer, Send
+from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
 from steepest.core.optim.portable import Record
 from steepest.core.tensors.free_memory import free_bytes
@@ -21,9 +21,6 @@ _MOST_PUTS = 16  # states of one client that are not installed
 _TIMES = 64
 _ALWAYS = 1 << 30
 _TIMES_FREE = 16  # all rows that are not installed may have 16 times the bytes of the free memory
-_PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
-    part.KIND: part for part in (Put, PutState, ReplaceState)
-}
 
 
 @dataclass(slots=True)
@@ -126,7 +123,7 @@ class PutStates:
             ProtocolError: the chunk is not held here, no optimizer step can be taken from the state, or the client
                 has put too many states.
         """
-        part = _PARTS[message.kind].unpack(message)
+        part: Put | PutState | ReplaceState = message.body
         if part.sequence <= self._installed.get(source, 0):
             return
         self._keep(source, part, message.payload)

@@ -24,9 +24,7 @@ from steepest.core.messages.gradients import (
     CommitOrder,
     Decision,
     Discard,
-    HostPush,
     Logged,
-    Push,
     Refresh,
 )
 from steepest.core.messages.membership import Failed, Members, WorkerEnded, WorkerJoined
@@ -34,7 +32,6 @@ from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
     Message,
-    MessageKind,
     Peer,
     Send,
     worker_peer,
@@ -51,11 +48,6 @@ from steepest.core.tensors.memory import as_tensor
 from steepest.errors import ProtocolError, describe_error, described_by
 
 log = logging.getLogger(__name__)
-
-_DECISIONS: dict[MessageKind, type[Decision]] = {
-    decision.KIND: decision
-    for decision in (CommitOrder, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
-}
 
 
 @dataclass(frozen=True)
@@ -267,24 +259,26 @@ class Server:
         See `Role.destination`.
         """
         if message.kind in (Kind.PUSH, Kind.HOST_PUSH):
-            taking = self.gradient_stores.get(message.chunk)
+            taking = self.gradient_stores.get(message.body.chunk)
             if taking is None or not taking.fits(size, self._codec):
                 raise self._unfit(message, size, taking)
-            if self._intake.is_late(message):
+            if self._intake.is_late(message.body):
                 return None
             if message.payload is not None:
                 return as_tensor(message.payload)
             return taking.staging_buffer(size)
         if self._service is not None and message.kind in self._service.kinds:
             return self._service.destination(message, size)
-        held = self.chunks.get(message.chunk)
+        if message.kind not in (Kind.PUT, Kind.PUT_STATE):
+            raise ProtocolError(f"a server takes no payload of {message.kind.name}")
+        held = self.chunks.get(message.body.chunk)
         if message.kind is Kind.PUT_STATE:
-            size = checked_state_size(message, size)
+            size = checked_state_size(message.body, size)
             if held is None or not held.is_opaque:
                 self._puts.make_room(size)
             else:
                 self._puts.make_room_for_rows(size)
-        elif message.kind is not Kind.PUT or held is None or size != held.chunk.nbytes:
+        elif held is None or size != held.chunk.nbytes:
             raise self._unfit(message, size, held)
         else:
             self._puts.make_room(size)
@@ -295,7 +289,7 @@ class Server:
     ) -> ProtocolError:
         """Return the error of a payload for which there is no place."""
         return ProtocolError(
-            f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
+            f"{message.kind.name} of {size} bytes for chunk {message.body.chunk}, server "
             f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
         )
 
@@ -303,15 +297,15 @@ class Server:
         """Act on one message; ProtocolError: it is refused."""
         match message.kind:
             case Kind.PUSH | Kind.HOST_PUSH:
-                began, kind = self._now(), Push if message.kind is Kind.PUSH else HostPush
-                self._intake.stage(source, kind.unpack(message), message.payload)
+                began = self._now()
+                self._intake.stage(source, message.body, message.payload)
                 self._taking += self._now() - began
             case Kind.SNAPSHOT:
-                self._answer(Snapshot.unpack(message))
+                self._answer(message.body)
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
                 self._puts.receive(source, message)
-            case kind if (decision := _DECISIONS.get(kind)) is not None:
-                self.carry_out(decision.unpack(message))
+            case _ if isinstance(message.body, Decision):
+                self.carry_out(message.body)
             case kind if self._service is not None and kind in self._service.kinds:
                 self._service.handle(source, message, self._position)
             case _:

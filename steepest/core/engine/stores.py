@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from steepest.core.engine.chunk_store import GradientStore, HeldChunk
-from steepest.core.messages.fields import Schema
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.permissions import Line
+from steepest.core.messages.schema import Body
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.status import Status
@@ -89,7 +89,7 @@ class OpaqueParts(Protocol):
     """
 
     @property
-    def lines(self) -> Mapping[Line, Schema]:
+    def lines(self) -> Mapping[Line, type[Body]]:
         """The schemas of its messages, which the engine does not know, by sender and receiver."""
 
     def require(self, strategy: Strategy, spec: OptimizerSpec) -> None:

@@ -28,7 +28,7 @@ from steepest.core.engine.step_waits import (
     into_future,
 )
 from steepest.core.messages.audits import Audited
-from steepest.core.messages.gradients import Report
+from steepest.core.messages.gradients import Report, Weights
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send
 from steepest.core.protocol.worker_steps import Step, WorkerSteps
@@ -155,9 +155,9 @@ class Worker:
     @property
     def newest_generation(self) -> int:
         """The newest generation that a message has named, handled or deferred to a step's end."""
-        return max(
-            [self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)]
-        )
+        deferred = (m.body for _, m in self._deferred)
+        news = (body.generation for body in deferred if isinstance(body, Members))
+        return max([self.generation, *news])
 
     def raised_before(self, generation: int) -> str | None:
         """Return the error with which the worker failed in the generation before `generation`.
@@ -252,7 +252,7 @@ class Worker:
         if self._doing.is_busy and not self._is_taken_within_steps(message):
             self._deferred.append((source, message))
             self._waits.superseded |= (
-                message.kind is Kind.MEMBERS and message.generation > self.generation
+                message.kind is Kind.MEMBERS and message.body.generation > self.generation
             )
             return
         self._take(source, message)
@@ -264,8 +264,9 @@ class Worker:
     def _is_taken_within_steps(self, message: Message) -> bool:
         """Return whether a message is acted on in the middle of a step."""
         ahead = self._waits.ahead is not None and self._replicas.leases_samples
-        of_step = ahead and message.generation == self._steps.generation
-        return message.kind in self._exchange.kinds or (message.kind is Kind.LEASE and of_step)
+        if message.kind is Kind.LEASE:
+            return ahead and message.body.generation == self._steps.generation
+        return message.kind in self._exchange.kinds
 
     def _take_deferred(self) -> None:
         """Act on the messages that came in the middle of a step."""
@@ -277,19 +278,20 @@ class Worker:
         """Note what a message brings, without taking a step."""
         match message.kind:
             case Kind.GRANT:
-                grant = Grant.unpack(message)
+                grant: Grant = message.body
                 if self._steps.take_grant(grant):
                     self._replicas.rates = grant.rates
             case Kind.LEASE:
-                self._take_lease(Lease.unpack(message))
+                self._take_lease(message.body)
             case Kind.MEMBERS:
-                self._begin_generation(Members.unpack(message))
+                self._begin_generation(message.body)
             case _:
                 complete, skipped = self._exchange.receive(source, message)
                 if skipped is not None:
                     self._note_decision(skipped)
                 if message.kind is Kind.WEIGHTS and (spans := self._spans) is not None:
-                    spans.add(SpanKind.PULL, spans.now(), -1, message.version, message.chunk)
+                    weights: Weights = message.body
+                    spans.add(SpanKind.PULL, spans.now(), -1, weights.version, weights.chunk)
                 if complete is not None:
                     self._steps.note_weights(complete)
                     self._take_version()

@@ -1,55 +1,32 @@
 """The messages of a step: pushes of gradients, reports, what is staged, commits, weights."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import field
 from typing import Annotated, Any
 
-from steepest.core.messages.audits import AUDITED, Audited
+from steepest.core.messages.audits import Audited
 from steepest.core.messages.fields import (
-    ANYTHING,
-    COUNT,
-    CULPRITS,
-    DIGEST,
-    FACTOR,
-    FLAG,
-    HYPER,
-    NOTE,
-    NUMBER,
-    PUSHES,
-    READERS,
-    RECORD,
-    STATE,
     UNUSED,
-    WORKER,
+    ChunkIndex,
+    CoordinatorState,
+    Count,
+    Culprits,
+    Entries,
+    Factor,
+    HyperByGroup,
+    Note,
+    Number,
+    Readers,
+    ScheduleState,
     StepDigest,
-    many,
-    numbers_by_name,
-    plain_by_name,
+    Weight,
+    WorkerIndex,
 )
 from steepest.core.messages.message import Kind, PushId
-from steepest.core.messages.schema import (
-    Body,
-    Chunk,
-    Generation,
-    Header,
-    Incarnation,
-    Sequence,
-    Version,
-    body,
-)
-
-#: The version whose weights a gradient was computed from.
-Pulled = Annotated[int, Header("version")]
-#: Sample weight of one unit of a payload: the weighted gradient is the payload times this.
-Unit = Annotated[float, Header("weight", weighs=True)]
-#: Summed weight of the samples behind a gradient.
-Total = Annotated[float, Header("total", weighs=True)]
-#: Indices, in the layout's entries, of the parameters of a chunk that have no gradient.
-Absent = Annotated[Seq[int], many(COUNT)]
+from steepest.core.messages.schema import Body, body
 
 
 @body(Kind.PUSH)
-class Push(Body):
+class Push(Body, frozen=True):
     """One chunk of a gradient.
 
     A worker sends it during its backward pass, as soon as the chunk is complete, to each server
@@ -61,19 +38,19 @@ class Push(Body):
     gradient, which counts as zero.
     """
 
-    generation: Generation  # this and incarnation: of the worker as it computed the gradient
-    incarnation: Incarnation
-    sequence: Sequence  # the worker's count of its pushes; the same for all chunks of one gradient
-    pulled: Pulled  # version of the weights from which the gradient was computed
-    chunk: Chunk
-    unit: Unit = 0.0  # sample weight that the payload is to be multiplied by
-    total: Total = 0.0  # summed weight of the samples behind the gradient
+    generation: Count  # this and incarnation: of the worker as it computed the gradient
+    incarnation: Count
+    sequence: Count  # the worker's count of its pushes; the same for all chunks of one gradient
+    pulled: Count  # version of the weights from which the gradient was computed
+    chunk: ChunkIndex
+    unit: Weight = 0.0  # sample weight that the payload is to be multiplied by
+    total: Weight = 0.0  # summed weight of the samples behind the gradient
     # indices, in the layout's entries, of parameters of the chunk without a gradient
-    absent: Absent = ()
+    absent: Seq[Count] = ()
 
 
 @body(Kind.HOST_PUSH)
-class HostPush(Body):
+class HostPush(Body, frozen=True):
     """One chunk of the sum of the gradients of a host's workers.
 
     An aggregator sends it to the server of another host that owns the chunk, once each worker of
@@ -81,48 +58,48 @@ class HostPush(Body):
     gradients one by one instead, each as a HOST_PUSH of one push. The payload is as in `Push`.
     """
 
-    generation: Generation
-    pulled: Pulled  # version of the weights from which the gradients were computed
-    chunk: Chunk
-    unit: Unit  # sample weight that the payload is to be multiplied by
-    total: Total  # summed weight of the samples behind all of the gradients
+    generation: Count
+    pulled: Count  # version of the weights from which the gradients were computed
+    chunk: ChunkIndex
+    unit: Weight  # sample weight that the payload is to be multiplied by
+    total: Weight  # summed weight of the samples behind all of the gradients
     # that are added up, in the order of their workers
-    pushes: Annotated[tuple[PushId, ...], PUSHES]
+    pushes: tuple[PushId, ...]
     # indices, in the layout's entries, of parameters without a gradient in any of the pushes
-    absent: Absent = ()
+    absent: Seq[Count] = ()
 
 
 @body(Kind.VERSION_STAGED)
-class VersionStaged(Body):
+class VersionStaged(Body, frozen=True):
     """The gradients of all members for the next version are reduced on one server.
 
     A server sends it to the coordinator when all its trainable chunks are reduced, under a rule
     that commits all pushes of a version together.
     """
 
-    generation: Generation  # of the pushes
-    version: Version  # of the weights from which the gradients were computed
+    generation: Count  # of the pushes
+    version: Count  # of the weights from which the gradients were computed
     # sum of squares of the mean gradient, over the chunks whose first holder this server is
-    squares: Annotated[float, NUMBER]
+    squares: Number
     # (worker, parameter's name) for each NaN or infinity; worker -1 where only the sum is not finite
-    culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
+    culprits: Culprits = ()
 
 
 @body(Kind.PUSH_STAGED)
-class PushStaged(Body):
+class PushStaged(Body, frozen=True):
     """Every chunk of one push has arrived at one server.
 
     A server sends it to the coordinator, under a rule that commits pushes one by one.
     """
 
-    generation: Generation
-    incarnation: Incarnation
-    sequence: Sequence
-    pulled: Pulled  # version of the weights from which the gradient was computed
-    worker: Annotated[int, WORKER]  # that pushed
+    generation: Count
+    incarnation: Count
+    sequence: Count
+    pulled: Count  # version of the weights from which the gradient was computed
+    worker: WorkerIndex  # that pushed
     # of this push's gradient, as in `VersionStaged`; so are culprits
-    squares: Annotated[float, NUMBER]
-    culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
+    squares: Number
+    culprits: Culprits = ()
 
     @property
     def push(self) -> PushId:
@@ -131,69 +108,71 @@ class PushStaged(Body):
 
 
 @body(Kind.REPORT)
-class Report(Body):
+class Report(Body, frozen=True):
     """Every chunk of a gradient has been sent; with the step's results.
 
     A worker sends it to the coordinator right after the last PUSH of the gradient.
     """
 
-    generation: Generation
-    incarnation: Incarnation
-    sequence: Sequence
-    pulled: Pulled  # version of the weights from which the gradient was computed
-    total: Annotated[float, Header("total", weighs=True)]  # summed weight of its samples
-    samples: Annotated[int, COUNT]
-    bytes_pushed: Annotated[int, COUNT]  # of this gradient, that were sent to other processes
+    generation: Count
+    incarnation: Count
+    sequence: Count
+    pulled: Count  # version of the weights from which the gradient was computed
+    total: Weight  # summed weight of its samples
+    samples: Count
+    bytes_pushed: Count  # of this gradient, that were sent to other processes
     # of weights received from other processes since the last report
-    bytes_pulled: Annotated[int, COUNT]
+    bytes_pulled: Count
     # mean over the samples, by weight; None, with metrics and timings empty, where no statistics were asked for
-    loss: Annotated[float | None, NUMBER] = None
+    loss: Number | None = None
     # means over the samples, by name
-    metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    metrics: dict[str, Number] = {}
     # seconds, by part of the step: "data", "compute", "wait"
-    timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    timings: dict[str, Number] = {}
     # the part of the model that it changes, under a rule of rounds whose updates change one part
-    fragment: Annotated[int, COUNT] = 0
+    fragment: Count = 0
     # what else a replay needs to know of the push, see `LoggedPush.more`; None for nothing
     more: Annotated[Seq[Any] | None, UNUSED] = None
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
     # where none does, or the worker has no loop of its own
-    hyper: Annotated[list[dict[str, Any]] | None, HYPER] = None
+    hyper: HyperByGroup | None = None
     # the greatest norm of this update's gradient, if a worker's own loop sets one; None for the job's, if any
-    clip: Annotated[float | None, NUMBER] = None
+    clip: Number | None = None
     # the position of a worker's own loop, see `steepest.core.messages.fields.StepDigest`; None if the loop does not
     # see the update, or the worker has no loop of its own
-    digest: Annotated[StepDigest | None, DIGEST] = None
+    digest: StepDigest | None = None
     # values that a worker's own loop reports to the driver: of each report its number, weight in means, and values
-    notes: Annotated[Seq[tuple[int, float, dict[str, float]]], many(NOTE)] = ()
+    notes: Seq[Note] = ()
     # whether it is to be left out, with all pushes that would be committed together with it
-    overflowed: Annotated[bool, FLAG] = False
+    overflowed: bool = False
     # in means, of those metrics that have another weight than the samples
-    weights: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    weights: dict[str, Number] = {}
     # its gradients of an audited step; None for other steps
-    audit: Annotated[Audited | None, AUDITED] = None
+    audit: Audited | None = None
 
 
-@body()
-class Decision(Body):
+class _AtPosition(Body, frozen=True):
+    generation: Count  # this and version: of a server once it has carried the decision out
+    version: Count
+
+
+class Decision(_AtPosition, frozen=True, kw_only=True):
     """A decision of the coordinator; base of the messages that all servers get in one order.
 
     Servers that hold copies remember the decisions, so that a new coordinator can continue from
     them.
     """
 
-    generation: Generation  # this and version: of a server once it has carried the decision out
-    version: Version
     # from 1; 0 where servers hold no copies and remember nothing
-    number: Annotated[int, COUNT] = field(default=0, kw_only=True)
+    number: Count = 0
     # the coordinator's ledger and counters after the decision, for a new coordinator
-    state: Annotated[dict[str, Any] | None, STATE] = field(default=None, kw_only=True)
+    state: CoordinatorState | None = None
     # state of the hyperparameters' schedule, in each MEMBERS and each hundredth commit
-    schedule: Annotated[dict[str, Any] | None, RECORD] = field(default=None, kw_only=True)
+    schedule: ScheduleState | None = None
 
 
 @body(Kind.COMMIT)
-class CommitOrder(Decision):
+class CommitOrder(Decision, frozen=True):
     """The order to apply these pushes as the next version.
 
     The coordinator sends it to every server when the pushes are staged on all servers and reported
@@ -214,55 +193,55 @@ class CommitOrder(Decision):
         clock: the coordinator's time, in whole seconds since the epoch, if stores keep the time.
     """
 
-    rate: Annotated[float, Header("weight", FACTOR)]
-    pushes: Annotated[tuple[PushId, ...], PUSHES]
-    readers: Annotated[Seq[Seq[int]], READERS]
-    hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
-    skip: Annotated[bool, FLAG] = False
-    clip: Annotated[float, NUMBER] = 1.0
-    entry: Annotated[list[Any] | None, many(ANYTHING)] = None
-    made: Annotated[int, COUNT] = 1
-    fragments: Annotated[Seq[int], many(COUNT)] = ()
-    clock: Annotated[int, COUNT] = 0
+    rate: Factor
+    pushes: tuple[PushId, ...]
+    readers: Readers
+    hyper: HyperByGroup | None = None
+    skip: bool = False
+    clip: Number = 1.0
+    entry: Entries | None = None
+    made: Count = 1
+    fragments: Seq[Count] = ()
+    clock: Count = 0
 
 
 @body(Kind.DISCARD)
-class Discard(Decision):
+class Discard(Decision, frozen=True):
     """The order to forget pushes that will not be committed.
 
     The coordinator sends it to every server when a rule drops pushes, when a user's push holds NaN
     or infinity, or when a process died before its push arrived at all servers.
     """
 
-    pushes: Annotated[tuple[PushId, ...], PUSHES]
+    pushes: tuple[PushId, ...]
     # (worker, 0) of each worker that is sent the present weights for its next push
-    readers: Annotated[Seq[Seq[int]], READERS] = ()
+    readers: Readers = ()
 
 
 @body(Kind.REFRESH)
-class Refresh(Decision):
+class Refresh(Decision, frozen=True):
     """The order to send the present weights to workers that hold older ones.
 
     The coordinator sends it to every server when workers get a lease, or training ends, under a
     rule that commits pushes one by one.
     """
 
-    readers: Annotated[Seq[Seq[int]], READERS]  # (worker, 0) of each of these workers
+    readers: Readers  # (worker, 0) of each of these workers
 
 
 @body(Kind.LOGGED)
-class Logged(Body):
+class Logged(Body, frozen=True):
     """A commit is remembered in another process than the coordinator's, and outlives that one.
 
     Server 1 sends it to the coordinator after it has applied the commit, where chunks have copies.
     """
 
-    generation: Generation
-    version: Version  # that the commit made
+    generation: Count
+    version: Count  # that the commit made
 
 
 @body(Kind.WEIGHTS)
-class Weights(Body):
+class Weights(Body, frozen=True):
     """One chunk of the weights.
 
     A server sends it to the readers of a commit or snapshot; in training also the aggregator of a
@@ -270,25 +249,25 @@ class Weights(Body):
     precision, or holds its changes since the version that the reader has, each packed.
     """
 
-    generation: Generation
+    generation: Count
     # of the reader's request, or a user's push, that it answers; 0 for training workers
-    sequence: Sequence
-    version: Version  # of these weights
-    chunk: Chunk
+    sequence: Count
+    version: Count  # of these weights
+    chunk: ChunkIndex
     # whether all chunks are sent, those that are not trained too, as when a generation begins
-    reload: Annotated[bool, FLAG] = False
+    reload: bool = False
     # whether the reader's last committed push was left out, because of NaN or infinity
-    skipped: Annotated[bool, FLAG] = False
+    skipped: bool = False
     # the parts of the model that the reader is sent of this version; None for the part whose turn it is
-    fragments: Annotated[Seq[int] | None, many(COUNT)] = None
+    fragments: Seq[Count] | None = None
 
 
 @body(Kind.WEIGHTS_SHARED)
-class WeightsShared(Body):
+class WeightsShared(Body, frozen=True):
     """The memory in which the weights of a host lie.
 
     An aggregator sends it to the workers of its host before the first weights of a generation. A
     worker that can map the memory uses it as its own weights. The payload is the flat vector of all weights.
     """
 
-    generation: Generation
+    generation: Count

@@ -1,36 +1,25 @@
 """The messages by which the coordinator and workers agree on members, generations and steps."""
 
 from collections.abc import Sequence as Seq
-from typing import Annotated, Any
 
-from steepest.core.messages.fields import (
-    COUNT,
-    FLAG,
-    PUSHES,
-    PUTS,
-    RATES,
-    TEXT,
-    WORKER,
-    RateChanges,
-    many,
-)
+from steepest.core.messages.fields import Count, Puts, RateChanges, Text, WorkerIndex
 from steepest.core.messages.gradients import Decision
 from steepest.core.messages.message import Kind, PushId
-from steepest.core.messages.schema import Body, Generation, Header, Incarnation, Version, body
+from steepest.core.messages.schema import Body, body
 
 
 @body(Kind.JOIN)
-class Join(Body):
+class Join(Body, frozen=True):
     """A worker asks to become a member.
 
     A worker sends it to the coordinator when its process has started and its channels are open.
     """
 
-    incarnation: Incarnation  # number of lives of this worker before this one
+    incarnation: Count  # number of lives of this worker before this one
 
 
 @body(Kind.MEMBERS)
-class Members(Decision):
+class Members(Decision, frozen=True):
     """A generation begins; pushes of earlier generations are void.
 
     The coordinator sends it to every server and every worker that has joined: when all have joined,
@@ -38,100 +27,100 @@ class Members(Decision):
     installed. A worker that joins a generation later is sent it alone.
     """
 
-    workers: Annotated[Seq[int], many(WORKER)]  # indices of the members, ascending
-    reload: Annotated[bool, FLAG]  # whether servers send all weights to all members
+    workers: Seq[WorkerIndex]  # indices of the members, ascending
+    reload: bool  # whether servers send all weights to all members
     # (role, index, request number) of clients whose states are installed before weights are sent
-    install: Annotated[Seq[Seq[Any]], PUTS] = ()
+    install: Puts = ()
     # whether a worker with a gradient of the same version and share pushes that, instead of computing anew
-    again: Annotated[bool, FLAG] = False
+    again: bool = False
 
 
 @body(Kind.WORKER_JOINED)
-class WorkerJoined(Decision):
+class WorkerJoined(Decision, frozen=True):
     """A worker becomes a member of the generation that has begun already.
 
     The coordinator sends it to every server, under a rule that commits pushes one by one; servers
     send the worker all weights.
     """
 
-    worker: Annotated[int, WORKER]
+    worker: WorkerIndex
 
 
 @body(Kind.WORKER_ENDED)
-class WorkerEnded(Decision):
+class WorkerEnded(Decision, frozen=True):
     """One life of a worker is over, and the other members continue.
 
     The coordinator sends it to every server, under a rule that commits pushes one by one, when the
     worker's channel closes or the driver gives the worker up.
     """
 
-    worker: Annotated[int, WORKER]
+    worker: WorkerIndex
     # incarnation that is over; pushes of it, and of earlier ones, are refused from now on
-    life: Annotated[int, COUNT]
+    life: Count
     # its pushes that have not arrived at all servers, which are void
-    pushes: Annotated[tuple[PushId, ...], PUSHES]
+    pushes: tuple[PushId, ...]
 
 
 @body(Kind.GRANT)
-class Grant(Body):
+class Grant(Body, frozen=True):
     """Steps may be taken up to a version.
 
     The coordinator sends it to every member when the driver asks for steps and when a generation
     continues, under a rule by which every member contributes to every version.
     """
 
-    generation: Generation
-    limit: Annotated[int, Header("version")]  # the version that the last of these steps makes
-    stats: Annotated[bool, FLAG] = True  # whether reports are to have loss, metrics and timings
-    rates: Annotated[RateChanges, RATES] = ()  # see `Ask`
+    generation: Count
+    limit: Count  # the version that the last of these steps makes
+    stats: bool = True  # whether reports are to have loss, metrics and timings
+    rates: RateChanges = ()  # see `Ask`
 
 
 @body(Kind.LEASE)
-class Lease(Body):
+class Lease(Body, frozen=True):
     """A share of the samples is leased to a worker, which computes one push from it.
 
     The coordinator sends it to an idle worker, under a rule that commits pushes one by one.
     """
 
-    generation: Generation
+    generation: Count
     # of the weights from which the worker computes; it waits for them if it holds older ones
-    version: Version
-    share: Annotated[int, COUNT]  # its number, counted over all epochs
-    stats: Annotated[bool, FLAG] = True  # as in `Grant`
+    version: Count
+    share: Count  # its number, counted over all epochs
+    stats: bool = True  # as in `Grant`
     # sequence number of the worker's last push that is part of the weights; 0 for none
-    committed: Annotated[int, COUNT] = 0
-    count: Annotated[int, COUNT] = 1  # how many shares from that one on
+    committed: Count = 0
+    count: Count = 1  # how many shares from that one on
     # the first share that it is leased next, which may begin before this push is committed, and their number; or empty
-    ahead: Annotated[Seq[int], many(COUNT)] = ()
+    ahead: Seq[Count] = ()
     # which part of the model it pushes, modulo their number; None for the one that it has pushed longest ago
-    turn: Annotated[int | None, COUNT] = None
+    turn: Count | None = None
 
 
 @body(Kind.FAILED)
-class Failed(Body):
+class Failed(Body, frozen=True):
     """Computing a gradient, or applying an update, raised an exception of the user's code.
 
     A worker sends it to the coordinator when the model or its data raised, a server when the
     optimizer raised, once.
     """
 
-    generation: Generation
-    incarnation: Incarnation  # of the worker; 0 from a server
+    generation: Count
+    incarnation: Count  # of the worker; 0 from a server
     # from which the gradient was being computed; from a server, that the update was to make
-    version: Version
-    error: Annotated[str, TEXT]  # this, traceback and kind: see `steepest.errors.describe_error`
-    traceback: Annotated[str, TEXT]
-    kind: Annotated[str, TEXT] = ""
+    version: Count
+    error: Text  # this, traceback and kind: see `steepest.errors.describe_error`
+    traceback: Text
+    kind: Text = ""
 
 
 @body(Kind.GROUP_KEY)
-class GroupKey(Body):
+class GroupKey(Body, frozen=True):
     """A value under a key of the rendezvous at which the workers of a generation form a process group.
 
     A worker sends it to each other worker, where workers add up gradients among themselves, when it
     begins the generation's first step. No key is set twice.
     """
 
-    generation: Generation  # of the group
-    key: Annotated[str, TEXT]
-    value: Annotated[str, TEXT]  # hexadecimal digits
+    generation: Count  # of the group
+    key: Text
+    value: Text  # hexadecimal digits

@@ -5,21 +5,28 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
+
+from steepest.core.messages.fields import Count, WorkerIndex
+
+#: The roles of a job; their places are their numbers in frames.
+ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
+_RoleName = Annotated[str, Meta(pattern=rf"\A({'|'.join(ROLES)})\Z")]
 
 
 class Peer(NamedTuple):
     """A role and its index, such as ``Peer("worker", 2)``; the name used in every error."""
 
-    role: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
+    role: _RoleName
+    index: Count  # type: ignore[assignment]  # hides tuple.index, which has no use here
 
     def __str__(self) -> str:
         return self.role if self.role == "coordinator" else f"{self.role} {self.index}"
 
 
 COORDINATOR = Peer("coordinator", 0)
-WHOLE = -1  # the chunk index of a message about no chunk, or about all of them
 
 
 def worker_peer(index: int) -> Peer:
@@ -45,9 +52,9 @@ def member_peer(rank: int) -> Peer:
 class PushId(NamedTuple):
     """The identity of a push, by which it is applied at most once, however often it is sent."""
 
-    worker: int  # that computed it, or a parameter server's user
-    incarnation: int  # number of lives of the worker before the one that computed it
-    sequence: int  # the worker's own count of its pushes
+    worker: WorkerIndex  # that computed it, or a parameter server's user
+    incarnation: Count  # number of lives of the worker before the one that computed it
+    sequence: Count  # the worker's own count of its pushes
 
 
 class MessageKind(enum.IntEnum):
@@ -64,7 +71,7 @@ class MessageKind(enum.IntEnum):
 class Kind(MessageKind):
     """The kinds of messages of a job that trains dense models, and of a parameter server.
 
-    The dataclass of each kind, in the module that is named, says which role sends it to which, and when.
+    The body of each kind, in the module that is named, says which role sends it to which, and when.
     """
 
     # steepest.core.messages.gradients
@@ -130,42 +137,23 @@ KINDS: dict[int, MessageKind] = {}
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A message as it travels: a header of fixed places, some named values, and at most one payload.
-
-    Each kind has a dataclass, its body (`steepest.core.messages.schema`), whose `pack` makes the message
-    and whose `unpack` reads it; the body's fields say what the places of the header and the named
-    values mean in that kind.
+    """A message as it travels: its kind and receiver, its body, and at most one payload.
 
     Attributes:
-        kind: says which body it has.
-        generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0,
-            or -1 for the chunk, where the body has no such field.
-        meta: the other fields of the body by name, or None: plain values, integers of at most 64 bits.
+        kind: says of which class the body is.
+        body: a `steepest.core.messages.schema.Body` of this kind; of a message of another process its bytes, until
+            the router has checked them.
         payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process
             that does without torch, a NumPy array. The receiver has what its role's `destination`
             returned. The sender leaves it unchanged until the receiver is known to be done with it.
         source, target: the sending and the receiving role; set by the router.
-        admitted: whether the receiving router has checked the message, see `MessageCheck`; does not
-            travel.
     """
 
     kind: MessageKind
-    generation: int = 0
-    incarnation: int = 0
-    sequence: int = 0
-    version: int = 0
-    chunk: int = -1
-    weight: float = 0.0
-    total: float = 0.0
-    meta: dict[str, Any] | None = None
+    body: Any
     payload: Any = None
     source: Peer | None = None
     target: Peer | None = None
-    admitted: bool = False
-
-    def values(self) -> dict[str, Any]:
-        """Return `meta`, or an empty dict where it is None."""
-        return self.meta if self.meta is not None else {}
 
 
 #: How a role sends a message to a peer. Never blocks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -22,7 +21,7 @@ from steepest.core.messages.driver import (
     Stopped,
     WorkerLost,
 )
-from steepest.core.messages.fields import HEAVIEST, MOST, Limits, Schema, unfit
+from steepest.core.messages.fields import Limits
 from steepest.core.messages.gradients import (
     CommitOrder,
     Discard,
@@ -47,7 +46,7 @@ from steepest.core.messages.membership import (
     WorkerJoined,
 )
 from steepest.core.messages.message import COORDINATOR, Message, MessageKind, Peer
-from steepest.core.messages.schema import Body
+from steepest.core.messages.schema import Body, reader_of
 from steepest.core.messages.snapshots import (
     Install,
     Installed,
@@ -103,10 +102,10 @@ _TRAINING: Sayings = {
 }
 
 
-def lines(*sayings: Sayings) -> dict[Line, Schema]:
-    """Return the schemas of the messages that may be sent, by kind, sender and receiver."""
+def lines(*sayings: Sayings) -> dict[Line, type[Body]]:
+    """Return the bodies of the messages that may be sent, by kind, sender and receiver."""
     return {
-        (body.KIND, source, target): body.SCHEMA
+        (body.KIND, source, target): body
         for part in sayings
         for (source, target), bodies in part.items()
         for body in bodies
@@ -114,7 +113,7 @@ def lines(*sayings: Sayings) -> dict[Line, Schema]:
 
 
 #: The messages of a job that trains.
-TRAINING: Mapping[Line, Schema] = MappingProxyType(lines(COMMON, _TRAINING))
+TRAINING: Mapping[Line, type[Body]] = MappingProxyType(lines(COMMON, _TRAINING))
 
 
 class MessageCheck:
@@ -122,8 +121,8 @@ class MessageCheck:
 
     def __init__(
         self,
-        # the schema of each kind that a role may send to a role
-        table: Mapping[Line, Schema] = TRAINING,
+        # the body of each kind that a role may send to a role
+        table: Mapping[Line, type[Body]] = TRAINING,
         limits: Limits = Limits(),  # noqa: B008 - immutable
         # roles whose successor may connect while the old channel is open
         succeeded: Collection[str] = SUCCEEDED,
@@ -132,7 +131,7 @@ class MessageCheck:
         self._limits = limits
         self._table = dict(table)
 
-    def allow(self, table: Mapping[Line, Schema]) -> None:
+    def allow(self, table: Mapping[Line, type[Body]]) -> None:
         """Accept further messages."""
         self._table.update(table)
 
@@ -149,56 +148,37 @@ class MessageCheck:
         return peer.role != "coordinator" or peer == COORDINATOR
 
     def check(self, message: Message) -> None:
-        """Check that a message's sender may send it, and that each field may hold its value.
-
-        It takes a microsecond for a message without `meta`.
+        """Check that a message's sender may send it, and read its body, whose fields may hold their values.
 
         Args:
-            message: with source and target.
+            message: of another process, with source and target.
 
         Raises:
             ProtocolError: the sender's role may not send this kind to the receiver's; or a field is
                 missing or holds a wrong value, which the error names.
         """
-        source, target, limits = message.source, message.target, self._limits
-        assert source is not None
-        assert target is not None
-        schema = self._table.get((message.kind, source.role, target.role))
-        if schema is None:
+        if type(message.body) is not bytes:
+            return  # it has been checked
+        cls = self._class_of(message)
+        if cls is None:
+            assert message.source is not None
+            assert message.target is not None
             raise ProtocolError(
-                f"a {source.role} may not send {message.kind.name} to a {target.role}"
+                f"a {message.source.role} may not send {message.kind.name} to a {message.target.role}"
             )
-        wrong, lowest = None, schema.lowest_chunk
-        if not lowest <= message.chunk < limits.chunks:
-            wrong = f"chunk={message.chunk}: give an index from {lowest} to {limits.chunks - 1}"
-        elif not 0 <= message.version < MOST:
-            name = schema.names.get("version", "version")
-            wrong = f"{name}={message.version}: give an integer from 0 to 2**62"
-        elif schema.weighs and not (
-            0.0 <= message.weight <= HEAVIEST and 0.0 <= message.total <= HEAVIEST
-        ):
-            wrong = _unfit_weight(message, schema)
-        elif schema.header:
-            wrong = _unfit_header(message, schema, limits)
-        if wrong is None and (schema.required or message.meta):
-            wrong = unfit(schema, message.values(), limits)
-        if wrong is not None:
-            raise ProtocolError(f"{message.kind.name} from {source} with {wrong}")
+        try:
+            message.body = reader_of(cls).read(message.body, self._limits)
+        except ProtocolError as error:
+            raise ProtocolError(f"{message.kind.name} from {message.source} with {error}") from None
 
+    def number(self, message: Message) -> int:
+        """Return the number of a client's request that is refused, by which it awaits an answer; 0 if it has none."""
+        if type(message.body) is not bytes:
+            return getattr(message.body, "sequence", 0)
+        cls = self._class_of(message)
+        return 0 if cls is None else reader_of(cls).number(message.body)
 
-def _unfit_header(message: Message, schema: Schema, limits: Limits) -> str | None:
-    for slot, part in schema.header.items():
-        if not part.fits(value := getattr(message, slot), limits):
-            return f"{schema.names[slot]}={value!r:.80}: give {part.allowed}"
-    return None
-
-
-def _unfit_weight(message: Message, schema: Schema) -> str | None:
-    """Return what is wrong with a message's weight or total, else None.
-
-    NaN and infinity are allowed: they make a gradient that is not finite, which servers report as such.
-    """
-    for slot, value in (("weight", message.weight), ("total", message.total)):
-        if value < 0 or HEAVIEST < value < math.inf:
-            return f"{schema.names.get(slot, slot)}={value}: give a number from 0 to {HEAVIEST:g}"
-    return None
+    def _class_of(self, message: Message) -> type[Body] | None:
+        assert message.source is not None
+        assert message.target is not None
+        return self._table.get((message.kind, message.source.role, message.target.role))

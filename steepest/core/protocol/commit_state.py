@@ -7,8 +7,9 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from steepest.core.messages.fields import RateChanges, Rates
 from steepest.core.messages.gradients import CommitOrder, Decision

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from steepest.core.messages import driver
 from steepest.core.messages.gradients import (
     CommitOrder,
     Discard,
-    Logged,
     PushStaged,
     Report,
     VersionStaged,
@@ -40,7 +41,7 @@ from steepest.errors import ProtocolError, describe_error
 
 #: (worker, sequence) of the workers that are sent new weights, and of the push that these answer;
 #: sequence 0 where they answer none.
-Readers = list[list[int]]
+Readers = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -148,18 +149,18 @@ class Coordinator(ABC):
             case Kind.REPORT | Kind.PUSHED:
                 return self._decide() if self._report(source, message) else []
             case Kind.VERSION_STAGED:
-                return self._version_staged(source.index, VersionStaged.unpack(message))
+                return self._version_staged(source.index, message.body)
             case Kind.PUSH_STAGED:
-                return self._push_staged(source.index, PushStaged.unpack(message))
+                return self._push_staged(source.index, message.body)
             case Kind.LOGGED:
-                self.state.confirm(Logged.unpack(message).version)
+                self.state.confirm(message.body.version)
                 return self._known()
             case Kind.READ:
-                return self._read(source, Read.unpack(message))
+                return self._read(source, message.body)
             case Kind.READ_COUNTERS:
-                return [(source, self._counters(message.sequence).pack())]
+                return [(source, self._counters(message.body.sequence).pack())]
             case Kind.READ_LOG:
-                return [(source, self._log_page(driver.ReadLog.unpack(message)).pack())]
+                return [(source, self._log_page(message.body).pack())]
             case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL:
                 return self._request(source, message)
             case _:
@@ -182,10 +183,11 @@ class Coordinator(ABC):
 
     def _request(self, client: Peer, message: Message) -> Outgoing:
         """Carry out a client's request, unless it is a copy of an earlier one."""
-        if message.sequence <= self._requests.get(client, 0):
+        number: int = message.body.sequence
+        if number <= self._requests.get(client, 0):
             return []
         out = self._take(client, message)
-        self._requests[client] = message.sequence
+        self._requests[client] = number
         return out
 
     # -- who may push, and the answers to pushes -----------------------------------------------

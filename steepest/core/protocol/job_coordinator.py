@@ -12,7 +12,6 @@ from steepest.core.messages.gradients import Refresh, Report
 from steepest.core.messages.membership import (
     Failed,
     Grant,
-    Join,
     Lease,
     Members,
     WorkerEnded,
@@ -94,22 +93,22 @@ class JobCoordinator(Coordinator):
         match message.kind:
             case Kind.JOIN:
                 self._require_member(source)
-                return self._join(source.index, Join.unpack(message).incarnation)
+                return self._join(source.index, message.body.incarnation)
             case Kind.FAILED if source.role == "server":
-                return self._update_failed(source, Failed.unpack(message))
+                return self._update_failed(source, message.body)
             case Kind.FAILED:
                 self._require_member(source)
-                return self._failed(source.index, Failed.unpack(message))
+                return self._failed(source.index, message.body)
             case Kind.GIVE_UP:
-                return self._give_up(driver.GiveUp.unpack(message))
+                return self._give_up(message.body)
             case Kind.ASK:
-                return self._ask(source, driver.AskForSteps.unpack(message))
+                return self._ask(source, message.body)
             case Kind.REVOKE:
-                return self._revoke(source, driver.Revoke.unpack(message))
+                return self._revoke(source, message.body)
             case Kind.STOP:
-                return self._stop(source, driver.Stop.unpack(message))
+                return self._stop(source, message.body)
             case Kind.INSTALL:
-                return self._install(source, Install.unpack(message))
+                return self._install(source, message.body)
             case _:
                 raise ProtocolError(f"the coordinator of a job does not take {message.kind.name}")
 
@@ -118,7 +117,7 @@ class JobCoordinator(Coordinator):
         self._require_member(source)
         if message.kind is not Kind.REPORT:
             raise ProtocolError(f"the coordinator of a job does not take {message.kind.name}")
-        state, worker, report = self.state, source.index, Report.unpack(message)
+        state, worker, report = self.state, source.index, message.body
         if not state.is_current(report.generation, report.pulled) or self._is_over(
             worker, report.incarnation
         ):
@@ -286,7 +285,7 @@ class JobCoordinator(Coordinator):
             *(state.generation, state.version, sorted(self.joined)),
             # a worker in the middle of a push may hold older weights
             reload=reload or self._reloads or not state.needs_all,
-            install=[[*client, sequence] for client, sequence in installs],
+            install=[(*client, sequence) for client, sequence in installs],
             again=again and not anew and not installs,
         )
         out = state.to_servers(members)
@@ -389,7 +388,7 @@ class JobCoordinator(Coordinator):
             out.append((worker_peer(worker), lease.pack()))
         idle = () if granted else sorted(self.joined - set(state.leases.busy))
         behind = state.leases.behind([*chosen, *idle], state.version)
-        return [[worker, 0] for worker in behind], out
+        return [(worker, 0) for worker in behind], out
 
     def _leases(self, granted: int) -> Iterator[tuple[int, Lease]]:
         """Lease free shares of the granted versions to idle workers; yield the workers with their leases."""
@@ -415,7 +414,7 @@ class JobCoordinator(Coordinator):
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if not state.leases_samples:
-            readers = [[push.worker, 0] for push in made.pushes]
+            readers = [(push.worker, 0) for push in made.pushes]
         else:
             state.leases.commit(made.pushes, skipped=made.skipped)
             if state.rule.same_version:  # what the others are computing can only be dropped

@@ -1,37 +1,26 @@
-"""Messages as bytes of a stream: a fixed header, some named values, raw bytes. Nothing is pickled."""
+"""Messages as bytes of a stream: a fixed header, the body's fields, raw bytes. Nothing is pickled."""
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
-import msgpack
-
-from steepest.core.messages.message import KINDS, Message, Peer
+from steepest.core.messages.message import KINDS, ROLES, Message, Peer
+from steepest.core.messages.schema import MAX_BODY, encode_body
 from steepest.core.tensors.memory import Bytes, Memory, address_of, as_array, copy_bytes
 from steepest.core.tensors.shared_memory import NOTICE
 from steepest.core.transport.channel import overlap
-from steepest.errors import MessageTooLargeError, ProtocolError
+from steepest.errors import ProtocolError
 
 MAGIC = b"sP"
-PROTOCOL = 2
-# magic, protocol, kind, source (role, index), target (role, index), generation, incarnation,
-# sequence, version, chunk, weight, total, bytes of named values, bytes of payload
-HEADER = struct.Struct("<2sBBBiBiIIQqiddIQ")
-MAX_META = 4 << 20
+PROTOCOL = 3
+# magic, protocol, kind, source (role, index), target (role, index), bytes of the body, of the payload
+HEADER = struct.Struct("<2sBBBiBiIQ")
 MAX_PAYLOAD = 1 << 36
-_FEW_META = 1 << 16  # bytes whose lists and maps need not be counted
-# lists and maps in the named values of a frame; a page of the log has half as many at most
-_MOST_PARTS = 1 << 19
-ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _READ_AHEAD = 1 << 16
-# Texts come back as they were, also halves of a surrogate pair, which an error's text may hold.
-_pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 # In the size of a payload: it lies in shared memory, and a notice follows in its place.
 _LENT = 1 << 63
 
@@ -55,26 +44,24 @@ def buffer_of(payload: Memory) -> memoryview:
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
-    """Return the header and named values of a message, with a notice of where a lent payload lies, or none.
+    """Return the header and the body of a message, with a notice of where a lent payload lies, or none.
 
     The bytes of a payload that is not lent follow on the stream, from where they lie in memory.
 
     Raises:
-        MessageTooLargeError: its named values take more than `MAX_META` bytes.
+        MessageTooLargeError: its body takes more than `MAX_BODY` bytes.
     """
     source, target = message.source, message.target
     assert source is not None
     assert target is not None
-    meta = encode_meta(message)
+    body = encode_body(message)
     size = 0 if message.payload is None else message.payload.nbytes
     size |= _LENT if notice else 0
     head = HEADER.pack(
         MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index,
-        _ROLE_NUMBER[target.role], target.index, message.generation, message.incarnation,
-        message.sequence, message.version, message.chunk, message.weight, message.total, len(meta),
-        size,
+        _ROLE_NUMBER[target.role], target.index, len(body), size,
     )  # fmt: skip
-    return head + meta + notice
+    return head + body + notice
 
 
 def control(what: int, slot: int) -> bytes:
@@ -82,29 +69,15 @@ def control(what: int, slot: int) -> bytes:
     return _CONTROL.pack(_CONTROL_MAGIC, what, slot)
 
 
-def encode_meta(message: Message) -> bytes:
-    """Return a message's named values as MessagePack, empty if none; MessageTooLargeError: over `MAX_META` bytes."""
-    if message.meta is None:
-        return b""
-    meta: bytes = _pack(message.meta)
-    if len(meta) > MAX_META:
-        raise MessageTooLargeError(
-            f"{message.kind.name} for {message.target} carries {len(meta)} bytes beside its "
-            f"payload, at most {MAX_META} fit into a message"
-        )
-    return meta
-
-
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
-    """Return a message without named values and payload, and their sizes in bytes.
+    """Return a message without body and payload, and their sizes in bytes.
 
     The size of a lent payload has the bit `_LENT`.
 
     Raises:
         ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
     """
-    (magic, protocol, kind, source_role, source_index, target_role, target_index, generation,
-     incarnation, sequence, version, chunk, weight, total, meta_size,
+    (magic, protocol, kind, source_role, source_index, target_role, target_index, body_size,
      payload_size) = HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise ProtocolError(
@@ -114,50 +87,21 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
         raise ProtocolError(
             f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them"
         )
-    if meta_size > MAX_META or payload_size & ~_LENT > MAX_PAYLOAD:
+    if body_size > MAX_BODY or payload_size & ~_LENT > MAX_PAYLOAD:
         raise ProtocolError(
-            f"oversized frame: {meta_size} bytes of named values, {payload_size} bytes of payload"
+            f"oversized frame: a body of {body_size} bytes, {payload_size} bytes of payload"
         )
     try:
-        message = Message(
-            KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total, None,
-            None, _peer(source_role, source_index), _peer(target_role, target_index),
-        )  # fmt: skip
+        source, target = _peer(source_role, source_index), _peer(target_role, target_index)
+        message = Message(KINDS[kind], b"", None, source, target)
     except (KeyError, IndexError) as error:
         raise ProtocolError(f"frame of unknown kind or role: {error}") from None
-    return message, meta_size, payload_size
+    return message, body_size, payload_size
 
 
 @lru_cache(maxsize=1024)
 def _peer(role: int, index: int) -> Peer:
     return Peer(ROLES[role], index)
-
-
-def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
-    """Return a frame's named values; ProtocolError: no MessagePack, or no map from texts to values of its own types."""
-    try:
-        hooks = _counting() if len(data) > _FEW_META else {}
-        meta = msgpack.unpackb(
-            data, unicode_errors="surrogatepass", max_bin_len=0, max_ext_len=0, **hooks
-        )
-    except (ValueError, msgpack.UnpackException) as error:
-        what = str(error) or type(error).__name__
-        raise ProtocolError(f"frame with damaged values: {what}") from None
-    if not isinstance(meta, dict):
-        raise ProtocolError(f"frame whose values are a {type(meta).__name__}, not named")
-    return meta
-
-
-def _counting() -> dict[str, Callable[[Any], Any]]:
-    """Return hooks for decoding that raise ValueError at too many lists and maps: an empty one takes 64 bytes."""
-    numbers = itertools.count(1)
-
-    def counted(value: Any) -> Any:
-        if next(numbers) > _MOST_PARTS:
-            raise ValueError(f"more than {_MOST_PARTS} lists and maps")
-        return value
-
-    return {"list_hook": counted, "object_hook": counted}
 
 
 def _scratch(size: int) -> memoryview:
@@ -201,7 +145,7 @@ class FrameReader:
         self._start = 0
         self._end = 0
         self._message: Message | None = None
-        self._meta_size = 0
+        self._body_size = 0
         self._payload_size = 0
         self._payload: memoryview | None = None
         self._received = 0
@@ -265,7 +209,7 @@ class FrameReader:
                 self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
             self._end -= self._start
             self._start = 0
-        needed = HEADER.size if self._message is None else self._meta_size + NOTICE.size
+        needed = HEADER.size if self._message is None else self._body_size + NOTICE.size
         if needed > len(self._ahead):
             grown = bytearray(needed)
             grown[: self._end] = self._view[: self._end]
@@ -305,18 +249,15 @@ class FrameReader:
                 if header[:2] == _CONTROL_MAGIC:
                     self._take_control(header)
                     continue
-                self._message, self._meta_size, size = decode_header(header)
+                self._message, self._body_size, size = decode_header(header)
                 self._payload_size, self._lent = size & ~_LENT, bool(size & _LENT)
                 self._start += HEADER.size
             message = self._message
             if self._payload is None:
-                if self._end - self._start < self._meta_size + NOTICE.size * self._lent:
+                if self._end - self._start < self._body_size + NOTICE.size * self._lent:
                     return
-                if self._meta_size:
-                    message.meta = decode_meta(
-                        self._view[self._start : self._start + self._meta_size]
-                    )
-                    self._start += self._meta_size
+                message.body = bytes(self._view[self._start : self._start + self._body_size])
+                self._start += self._body_size
                 if self._lent:
                     self._take_lent(message)
                 elif self._payload_size:

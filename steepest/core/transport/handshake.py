@@ -28,9 +28,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from steepest.core.messages.message import Peer
+from steepest.core.messages.message import ROLES, Peer
 from steepest.core.transport.encryption import EncryptedSocket, Encryption
-from steepest.core.transport.frames import ROLES
 from steepest.core.transport.strangers import (
     MOST_OPENINGS,
     NO_DESCRIPTOR,

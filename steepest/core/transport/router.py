@@ -229,7 +229,6 @@ class Router:
         if role is None:
             raise ProtocolError(f"{message.kind.name} for {message.target}, which is not here")
         self.admission.check(message)
-        message.admitted = True
         try:
             return role.destination(message, size)
         except ProtocolError:
@@ -349,8 +348,7 @@ class Router:
             self._count(message, str(error))
             return
         try:
-            if not message.admitted:
-                self.admission.check(message)
+            self.admission.check(message)
         except ProtocolError as error:
             self._refuse(message, str(error))
         else:
@@ -404,7 +402,7 @@ class Router:
         assert source is not None
         assert target is not None
         if source.role == "client" and target in self._roles:
-            refused = Refused(message.sequence, reason[:_MOST_REASON])
+            refused = Refused(self.admission.number(message), reason[:_MOST_REASON])
             self.sender(target)(source, refused.pack())
 
     def _count(self, message: Message, reason: str) -> None:

@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
+
+from msgspec.structs import replace
 
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client, Outcome, Position

@@ -27,7 +27,7 @@ from steepest.runtime.machine.parcels import Frames
 
 #: What processes use, imported before the first fork.
 MODULES = (
-    "msgpack",
+    "msgspec",
     "steepest.runtime.process",
     "steepest.loop.model",
     "steepest.embedding.torch_model",

@@ -33,7 +33,7 @@ MODULES = (
     "torch",
     "steepest.core.models.torch",
     "steepest.embedding.torch_model",
-    "msgpack",
+    "msgspec",
     "yaml",
     "jsonschema",
 )

@@ -124,7 +124,7 @@ class ArrivedRows:
         """The instant, for a later read of changes since then."""
         chunks = self._layout.opaque_chunks
         known = ((shard, self._marks[shard]) for shard in sorted(self._marks))
-        return [[chunks[shard], mark["life"], mark["updates"]] for shard, mark in known]
+        return [(chunks[shard], mark["life"], mark["updates"]) for shard, mark in known]
 
 
 def rows_of(job: Job, records: Sequence[Record]) -> CheckpointRows | None:
@@ -225,7 +225,7 @@ class RowsAsTheyCome(files.RowParts):
                 yield system().result(snapshot, seconds).records
                 return
             except FutureTimeoutError:
-                yield self._read.take(None if self._into is None else self._into.options())
+                yield self._read.take(self._into)
 
     def about(self) -> dict[str, Any]:
         """Return the marks of the shards, and the base of the checkpoint, if it has only changes."""
@@ -249,7 +249,7 @@ def read_apart(cluster: Cluster, since: Bases | None) -> tuple[SharedState, RowR
         return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
 
     def read() -> Sequence[Future[SharedState]]:
-        options = RowsToRead(since=since).options()
+        options = RowsToRead(since=since) if since else None
         later = client.read("state", chunks=layout.opaque_chunks, options=options, held=True)
         return client.read("state", chunks=dense), later
 

@@ -245,7 +245,7 @@ class Snapshots:
         kept = keeps_on_disk(cluster)
         self._number += kept
         number = self._number if kept else 0
-        options = RowsToRead(keep=number).options() if kept else None
+        options = RowsToRead(keep=number) if kept else None
         servers = cluster.on_router(
             lambda: cluster.client.read("state", exactly or 0, options=options)
         )

@@ -65,7 +65,7 @@ def export_table(
     chunks = [dealing.chunk(group, shard) for shard in range(dealing.num_shards)]
 
     def read(bases: Sequence[Sequence[int]]) -> ArrivedRows:
-        options = RowsToRead(number, bases).options()
+        options = RowsToRead(number, [(chunk, life, count) for chunk, life, count in bases])
         future = cluster.on_router(
             lambda: cluster.client.read("opaque", chunks=chunks, options=options)
         )
@@ -95,4 +95,5 @@ def joined_rows(table: Table, found: ArrivedRows, base: list[list[int]] | None) 
     removed, _ = all_of("removed_ids").sort()
     values, version = all_of("values")[order], max(mark.updates for mark in found.marks.values())
     unknown = constant_without_rows(table)
-    return ExportedTable(table.name, ids, values, removed, version, found.place, base, unknown)
+    place = [list(each) for each in found.place]
+    return ExportedTable(table.name, ids, values, removed, version, place, base, unknown)

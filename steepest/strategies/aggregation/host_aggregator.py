@@ -108,21 +108,19 @@ class HostAggregator:
         """
         if message.kind is not Kind.PUSH:
             return self._weights.destination(message, size)
-        if (
-            not 0 <= message.chunk < len(self._owners)
-            or size != self._layout.chunks[message.chunk].nbytes
-        ):
+        push: Push = message.body
+        if size != self._layout.chunks[push.chunk].nbytes:
             raise ProtocolError(
-                f"a push of {size} bytes for chunk {message.chunk}, which has no such size"
+                f"a push of {size} bytes for chunk {push.chunk}, which has no such size"
             )
-        if (message.generation, message.version) < self._step:
+        if (push.generation, push.pulled) < self._step:
             return None
         return where_lent(message, size)
 
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message: gather a gradient, or pass weights on; ProtocolError: it takes no such message."""
         if message.kind is Kind.PUSH:
-            self._gather(source, Push.unpack(message), message.payload)
+            self._gather(source, message.body, message.payload)
         elif (weights := self._weights.receive(message)) is not None:
             self._pass_on(weights)
 

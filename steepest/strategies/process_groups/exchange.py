@@ -240,7 +240,7 @@ class GroupExchange(ExchangeAround):
 
     def _note_weights(self, source: Peer, message: Message) -> None:
         """Note that weights have come: of the own server, to be passed on; of others, which were passed on."""
-        weights = Weights.unpack(message)
+        weights: Weights = message.body
         of_group = weights.generation == self._generation and self._group is not None
         if not of_group or weights.reload or message.payload is None:
             return
@@ -292,7 +292,7 @@ class GroupExchange(ExchangeAround):
             if self._passes and message.kind is Kind.WEIGHTS:
                 self._note_weights(source, message)
             return arrived
-        body = GroupKey.unpack(message)
+        body: GroupKey = message.body
         try:
             value = bytes.fromhex(body.value)
         except ValueError:
