@@ -31,12 +31,12 @@ class HuggingFaceModel(TorchModel):
 
     Of the Trainer these are called, so a subclass may override them: `compute_loss`, `_prepare_inputs`,
     `get_batch_samples` (which counts the predicted tokens by which batches weigh), `create_optimizer`,
-    `create_scheduler`, `get_train_dataloader` with its batch size, `_get_train_sampler`, `get_eval_dataloader`, and
-    what these call. A sampler is gone through once in each epoch, and what it draws is dealt out to the workers.
-    `Trainer.state` knows `global_step`, `epoch` and `max_steps` while a loss is computed. `train()` is not called: how
-    long to train, evaluations, checkpoints, callbacks and loggers are those of `DistributedSGD.fit`. `max_grad_norm`
-    clips unless the strategy has a `clip_norm`. A schedule is as long as `max_steps`, or as `num_train_epochs` of the
-    job as it begins.
+    `create_scheduler`, `get_train_dataloader` with its batch size, `_get_train_sampler`, `get_eval_dataloader`,
+    and what these call. A sampler is gone through once in each epoch, and what it draws is dealt out to the
+    workers. `Trainer.state` knows `global_step`, `epoch` and `max_steps` while a loss is computed. `train()` is
+    not called: how long to train, evaluations, checkpoints, callbacks and loggers are those of
+    `DistributedSGD.fit`. `max_grad_norm` clips unless the strategy has a `clip_norm`. A schedule is as long as
+    `max_steps`, or as `num_train_epochs` of the job as it begins.
 
     Args:
         trainer: with `train_dataset`, not trained yet.

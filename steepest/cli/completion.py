@@ -1,7 +1,7 @@
 """The command `steepest completion SHELL`, which prints a script for tab completion.
 
-The script is made of the parsers of the command itself, so that it knows each option, and runs no Python when TAB is
-pressed.
+The script is made of the parsers of the command itself, so that it knows each option, and runs no Python when TAB
+is pressed.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, Strat
     """Return the model and the strategy of one row of the table.
 
     The synchronous strategies share one optimizer. If each worker's gradient is an update, some gradients are many
-    updates old when they arrive: gradients are clipped, so that none does much harm, and the learning rate rises and
-    falls, so that the first and last ones do least.
+    updates old when they arrive: gradients are clipped, so that none does much harm, and the learning rate rises
+    and falls, so that the first and last ones do least.
     """
     strategy = as_strategy(name)
     if name == "local":

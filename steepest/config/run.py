@@ -202,14 +202,14 @@ class RunConfig:
         page: whether the page of the job is served from its beginning, to this machine alone, at a free
             port, see `DistributedSGD.page`; a line of the log says how to open it.
         audit: the share of the steps, 0 to 1, in which each worker computes another worker's samples, too, and the
-            gradients are compared before the step is committed: so much more is computed. Where they differ the step
-            is computed again, to find out which process computes wrongly, and a warning and an event name it. See
-            `docs/howto/audit.md`. 0 for no audits.
-        audit_replaces: whether a worker that computes wrongly is replaced before the step is committed, and its node
-            left out, if there is another one.
+            gradients are compared before the step is committed: so much more is computed. Where they differ the
+            step is computed again, to find out which process computes wrongly, and a warning and an event name it.
+            See `docs/howto/audit.md`. 0 for no audits.
+        audit_replaces: whether a worker that computes wrongly is replaced before the step is committed, and its
+            node left out, if there is another one.
         runtime: what runs the job's processes. "auto": Ray where the program is connected to it, as in its tasks,
-            actors and Tune's trials, or RAY_ADDRESS is set; else this machine. "processes": this machine, without Ray;
-            workers may be more than there are cores. "ray": Ray, which is started if there is none.
+            actors and Tune's trials, or RAY_ADDRESS is set; else this machine. "processes": this machine, without
+            Ray; workers may be more than there are cores. "ray": Ray, which is started if there is none.
 
     Raises:
         ConfigurationError: a value is of another type.

@@ -40,10 +40,11 @@ class Drawn(NamedTuple):
 class DrawnSource:
     """The draws of a sampler, or the batches of a batch sampler, as a source of numbered units.
 
-    In each epoch the sampler is gone through once, with all generators seeded by the job's seed and the epoch: those of
-    Python, NumPy and torch, and those that it has as attributes. So every worker knows all draws; unit n of an epoch is
-    its n-th draw. `open` yields `Drawn`. Of an epoch that has very many draws, the next ones are drawn when they are
-    needed: ``RandomSampler(data, replacement=True, num_samples=10**10)`` is how some loops have one epoch for ever.
+    In each epoch the sampler is gone through once, with all generators seeded by the job's seed and the epoch:
+    those of Python, NumPy and torch, and those that it has as attributes. So every worker knows all draws; unit n
+    of an epoch is its n-th draw. `open` yields `Drawn`. Of an epoch that has very many draws, the next ones are
+    drawn when they are needed: ``RandomSampler(data, replacement=True, num_samples=10**10)`` is how some loops have
+    one epoch for ever.
 
     Args:
         loader: with the sampler.
@@ -139,8 +140,8 @@ class DrawnSource:
 def as_drawn(loader: DataLoader[Any], seed: int) -> Source:
     """Return the data of a loader as a source whose samples come as the loader draws them.
 
-    They are shuffled anew in each epoch (``shuffle=True``), come in the data set's order, or are what the loader's own
-    sampler draws; then the source yields `Drawn`.
+    They are shuffled anew in each epoch (``shuffle=True``), come in the data set's order, or are what the loader's
+    own sampler draws; then the source yields `Drawn`.
 
     Args:
         loader: with a batch size, unless it has a batch sampler of its own.

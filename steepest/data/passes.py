@@ -21,8 +21,8 @@ _NOTHING = object()
 class DataPass:
     """One pass through an iterable; what it yields is taken when it is asked for.
 
-    It begins with all generators seeded, and goes on with them as it left them: what is shuffled in a buffer, say, is
-    the same on all workers. Other code does not notice. What is asked for once more, and is no longer kept,
+    It begins with all generators seeded, and goes on with them as it left them: what is shuffled in a buffer, say,
+    is the same on all workers. Other code does not notice. What is asked for once more, and is no longer kept,
     is found by going through the pass from its beginning.
 
     Args:

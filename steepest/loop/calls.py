@@ -104,33 +104,33 @@ def prepare(
 ) -> Any:
     """Share a model, its optimizer, schedulers and loaders with the job's other workers.
 
-    Call it once, before the loop. Outside of `steepest.run` it returns what it is given; the rows of embedding tables
-    (`steepest.Embedding`) are in this process then, and change with each step of the optimizer.
+    Call it once, before the loop. Outside of `steepest.run` it returns what it is given; the rows of embedding
+    tables (`steepest.Embedding`) are in this process then, and change with each step of the optimizer.
 
     In a worker the optimizer's `step` returns when the update of all workers' gradients is committed, and the new
     weights are here. Schedulers that are stepped after each of its steps count the steps of the job.
 
-    The first loader yields this worker's share of the samples of each step. Each sample comes once per epoch, whichever
-    workers die or join. Further loaders are for evaluations in the loop: a pass over one gives each worker its share of
-    the samples, and `gather` joins what the workers find. A loader that you do not give stays as it is: each worker
-    reads all of it.
+    The first loader yields this worker's share of the samples of each step. Each sample comes once per epoch,
+    whichever workers die or join. Further loaders are for evaluations in the loop: a pass over one gives each
+    worker its share of the samples, and `gather` joins what the workers find. A loader that you do not give stays
+    as it is: each worker reads all of it.
 
     Args:
-        objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
-            of the optimizers, and further DataLoaders. Tensors that an optimizer trains and no module has count as
-            those of one more module, the last; give them only if they are a `torch.nn.Parameter`. A batch may have
-            any number of steps, as many on each worker. With several optimizers each step updates the parameters of
-            its own optimizer alone.
+        objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data;
+            schedulers of the optimizers, and further DataLoaders. Tensors that an optimizer trains and no module
+            has count as those of one more module, the last; give them only if they are a `torch.nn.Parameter`. A
+            batch may have any number of steps, as many on each worker. With several optimizers each step updates
+            the parameters of its own optimizer alone.
         project: called as ``project(name, values)`` after each update of a parameter, where the update is made. It
-            changes the values in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``; it may be given a part
-            of them. Names are those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it
-            is not called.
-        reduction: what the loss does with the samples of a batch: "mean", or "sum" if it adds them up. With "sum" the
-            gradients of all workers are added up too.
+            changes the values in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``; it may be given a
+            part of them. Names are those of the module, or "0.weight" and "1.weight" of several. Without
+            `steepest.run` it is not called.
+        reduction: what the loss does with the samples of a batch: "mean", or "sum" if it adds them up. With "sum"
+            the gradients of all workers are added up too.
         table_shards: parts into which the rows of embedding tables are dealt, see `TorchModel`.
         buffers: the value that stands for all workers' values of a buffer, such as
-            ``{"queue": "first", "codes": "mean"}``, see `TorchModel`. Names are those of the module, or "0.queue" and
-            "1.queue" of several.
+            ``{"queue": "first", "codes": "mean"}``, see `TorchModel`. Names are those of the module, or "0.queue"
+            and "1.queue" of several.
 
     Returns:
         The same objects in the same order, a single one by itself; loaders are replaced by others.
@@ -311,24 +311,24 @@ def _check_alone(
 def register(**objects: Any) -> Any:
     """Keep objects with the job's state: in snapshots, in checkpoints, and for workers that join later.
 
-    Call it before `epochs`, which gives a worker that joins the values that the others have. You need not register what
-    you gave `prepare`.
+    Call it before `epochs`, which gives a worker that joins the values that the others have. You need not register
+    what you gave `prepare`.
 
-    An object may differ from worker to worker, such as a hidden state. A run that goes on from a checkpoint gives each
-    worker its own value; the replacement of a dead worker gets another worker's.
+    An object may differ from worker to worker, such as a hidden state. A run that goes on from a checkpoint gives
+    each worker its own value; the replacement of a dead worker gets another worker's.
 
     Args:
-        objects: by name: anything with `state_dict` and `load_state_dict`, such as a GradScaler or a module that has
-            the mean of weights; numbers and text, such as a best accuracy; tensors, arrays, lists, dicts, sets, deques,
-            random generators, and objects of plain Python classes, in each other too. They stay the same objects: your
-            script goes on with its own variable.
+        objects: by name: anything with `state_dict` and `load_state_dict`, such as a GradScaler or a module that
+            has the mean of weights; numbers and text, such as a best accuracy; tensors, arrays, lists, dicts,
+            sets, deques, random generators, and objects of plain Python classes, in each other too. They stay the
+            same objects: your script goes on with its own variable.
 
     Returns:
         An object with these as attributes. To change a number or a text, set the attribute.
 
     Raises:
-        ConfigurationError: an object cannot be kept; the message names it and the way to it. Or `register` is called
-            twice, or in the loop.
+        ConfigurationError: an object cannot be kept; the message names it and the way to it. Or `register` is
+            called twice, or in the loop.
 
     Example:
         >>> kept = register(best=0.0)
@@ -344,8 +344,8 @@ def register(**objects: Any) -> Any:
 def epochs(count: int, end: int | None = None) -> Iterable[int]:
     """Return the numbers of the epochs of a loop: from 0 to `count` - 1, or from `count` to `end` - 1.
 
-    A worker that joins a job later begins with the epoch in which the job is; the loader yields the rest of that epoch.
-    Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
+    A worker that joins a job later begins with the epoch in which the job is; the loader yields the rest of that
+    epoch. Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
 
     Args:
         count: the number of epochs; with `end`, the number of the first one.
@@ -368,8 +368,8 @@ def epochs(count: int, end: int | None = None) -> Iterable[int]:
 def report(**values: Any) -> None:
     """Report numbers, such as a loss, to the driver, which takes their means over the workers by samples.
 
-    A value counts with the samples that this worker has taken since its last report, or with the weight that `weight`
-    gave them. Workers do not wait for each other. Outside of `steepest.run` nothing happens.
+    A value counts with the samples that this worker has taken since its last report, or with the weight that
+    `weight` gave them. Workers do not wait for each other. Outside of `steepest.run` nothing happens.
 
     Args:
         values: numbers, or tensors without dimensions, by name.
@@ -382,8 +382,8 @@ def report(**values: Any) -> None:
 def weight(value: float) -> None:
     """Set the weight of the present batch in means over workers and batches, such as its number of tokens.
 
-    By default a batch weighs as much as it has samples. The loss has to be the mean over the same weight. Outside of
-    `steepest.run` nothing happens.
+    By default a batch weighs as much as it has samples. The loss has to be the mean over the same weight. Outside
+    of `steepest.run` nothing happens.
 
     Args:
         value: zero or more.
@@ -395,9 +395,9 @@ def weight(value: float) -> None:
 def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     """Clip the gradient of the whole batch by its norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
 
-    Call it between backward() and step(). What is clipped is the mean over the workers, where it is applied; torch's
-    own function would clip each worker's gradient by itself. Outside of `steepest.run` it is torch's, with the rows of
-    embedding tables.
+    Call it between backward() and step(). What is clipped is the mean over the workers, where it is applied;
+    torch's own function would clip each worker's gradient by itself. Outside of `steepest.run` it is torch's, with
+    the rows of embedding tables.
 
     Args:
         parameters: all that an optimizer trains: with several, each call is for the next step of one.
@@ -407,8 +407,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
         The norm of this worker's own gradient.
 
     Raises:
-        ConfigurationError: `parameters` are not all of one optimizer's; `max_norm` is not positive; or the strategy has
-            backup workers.
+        ConfigurationError: `parameters` are not all of one optimizer's; `max_norm` is not positive; or the
+            strategy has backup workers.
     """
     loop = calling("clip_grad_norm_")
     if loop is None:
@@ -421,21 +421,22 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 def gather(value: Any) -> Any:
     """Return the values of all workers, joined: the same on each of them.
 
-    All workers call it equally often in the same order, and it waits for the last one. Workers may give any number of
-    rows, zero too. With one worker, and outside of `steepest.run`, it returns what it is given, with numbers as tensors
-    of one row.
+    All workers call it equally often in the same order, and it waits for the last one. Workers may give any number
+    of rows, zero too. With one worker, and outside of `steepest.run`, it returns what it is given, with numbers as
+    tensors of one row.
 
-    Tensors are joined along their first dimension, by the workers' ranks. If each worker gives a row for each sample
-    that it has had in this batch, or in this pass of a loader for evaluations, rows are in the order of the samples.
-    The gradient of the mean of all workers' losses goes through it.
+    Tensors are joined along their first dimension, by the workers' ranks. If each worker gives a row for each
+    sample that it has had in this batch, or in this pass of a loader for evaluations, rows are in the order of the
+    samples. The gradient of the mean of all workers' losses goes through it.
 
     Args:
-        value: tensors, arrays, numbers, lists of numbers or texts; metrics of TorchMetrics, instead of each of which
-            it returns one over all workers' samples; dicts, lists and tuples of these.
+        value: tensors, arrays, numbers, lists of numbers or texts; metrics of TorchMetrics, instead of each of
+            which it returns one over all workers' samples; dicts, lists and tuples of these.
 
     Raises:
-        ConfigurationError: the value is of another form, or not of the same form on all workers; it is called before
-            `epochs`; or workers do not wait for each other (``strategy="async"``, rounds of a quorum or a pace).
+        ConfigurationError: the value is of another form, or not of the same form on all workers; it is called
+            before `epochs`; or workers do not wait for each other (``strategy="async"``, rounds of a quorum or a
+            pace).
 
     Example:
         >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]
@@ -460,8 +461,8 @@ def leaving() -> float | None:
     """Return when this worker's node will be removed; None if no removal is announced, and outside of `steepest.run`.
 
     A cloud announces it, or an administrator; the job then starts a worker elsewhere, which goes on in this one's
-    place after some step. The runtime is asked once a second at most. Workers may hear of it at different steps, and
-    those of other nodes never: to have all workers act on it, `gather` each one's value.
+    place after some step. The runtime is asked once a second at most. Workers may hear of it at different steps,
+    and those of other nodes never: to have all workers act on it, `gather` each one's value.
 
     Returns:
         The seconds of `time.time` at that moment; `math.inf` if none was said.

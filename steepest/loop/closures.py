@@ -1,7 +1,7 @@
 """Optimizers that step in each worker, on the mean of all workers' gradients, so that all take the same steps.
 
-These are those whose step evaluates the loss as often as it likes, such as L-BFGS, and those that update a parameter
-which another one updates too, with a state of its own.
+These are those whose step evaluates the loss as often as it likes, such as L-BFGS, and those that update a
+parameter which another one updates too, with a state of its own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def step_by_closure(
 def _evaluated(loop: UserLoop, by: ByClosure, closure: Callable[[], Any] | None) -> torch.Tensor:
     """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means.
 
-    Without a closure the gradients are there, and the loss is not asked for. ConfigurationError: no worker has one.
+    Without a closure the gradients are there, and the loss is not asked for. ConfigurationError: no worker has
+    one.
     """
     loss = torch.zeros(())
     if closure is not None:

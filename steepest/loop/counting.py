@@ -1,8 +1,8 @@
 """`enumerate` and `zip` that count the batches before the one with which a worker enters a pass.
 
-Python's own would begin at 0 there, while the others are at a later batch. For the function's thread they are replaced
-while it enters, and no longer. They look at the loop, so that tqdm and the like may be around the loader, or around
-them.
+Python's own would begin at 0 there, while the others are at a later batch. For the function's thread they are
+replaced while it enters, and no longer. They look at the loop, so that tqdm and the like may be around the loader,
+or around them.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class Cursor:
     Attributes:
         place: of the loop.
         skip: the number of the loop's next steps that were committed before it was entered.
-        before: steps committed from the first batch of the present sum of gradients up to the present batch; of other
-            optimizers than that whose sum it is.
+        before: steps committed from the first batch of the present sum of gradients up to the present batch; of
+            other optimizers than that whose sum it is.
         is_sure: whether it is known that gradients of earlier batches are added to, and not dropped.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
@@ -194,7 +194,8 @@ class Cursor:
         """Return the place, and the state of the data, as plain values.
 
         Args:
-            amid_sum: whether the loop waits for a batch whose gradients are added to others, and has stepped since.
+            amid_sum: whether the loop waits for a batch whose gradients are added to others, and has stepped
+                since.
         """
         plan = self._plan
         begun = None if plan is None else [plan.start_step, plan.start_epoch, plan.start_offset]
@@ -214,9 +215,9 @@ class Cursor:
     def load(self, state: Mapping[str, Any], size: int) -> bool:
         """Go to where another loop is: to the beginning of its batch, or to the next one if it waits for that.
 
-        If the gradients of its batch are added to those of batches before, to the first of them. All workers do that
-        where their number has changed since, and what they have is dealt out anew; but not if another optimizer has
-        stepped since then, with samples that would be other ones.
+        If the gradients of its batch are added to those of batches before, to the first of them. All workers do
+        that where their number has changed since, and what they have is dealt out anew; but not if another
+        optimizer has stepped since then, with samples that would be other ones.
 
         Return whether the sum will be whole, as far as there is one.
         """

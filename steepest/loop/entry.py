@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class LoopEntry:
     """The way of a loop from the beginning of its function to the place of a state.
 
-    Where workers have shares of their own, one that joins while others gather behind a step or an epoch goes through
-    its last batch again, whose steps and reports do not count: it stands in.
+    Where workers have shares of their own, one that joins while others gather behind a step or an epoch goes
+    through its last batch again, whose steps and reports do not count: it stands in.
 
     Args:
         loop: that enters.

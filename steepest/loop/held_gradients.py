@@ -26,8 +26,8 @@ class _OfOptimizer:
         left: those that its last step has left.
         at_batch: those that were there when the batch began, for a later step.
         anew: those that were computed with the weights of later steps.
-        drops: whether its last step was made of other tensors than were there when the batch began; None where that is
-            not known yet.
+        drops: whether its last step was made of other tensors than were there when the batch began; None where
+            that is not known yet.
     """
 
     optimizer: torch.optim.Optimizer
@@ -56,8 +56,8 @@ class HeldGradients:
     """Tells gradients that are added up over batches from such as only lie there until they are dropped.
 
     Those that a step has left, unchanged since, are not added to. What lies in an optimizer's parameters at the
-    beginning of a batch, as a discriminator's does behind the backward pass of a generator's loss, is taken for a part
-    of the optimizer's next step unless its last one was made of other tensors than it had found there.
+    beginning of a batch, as a discriminator's does behind the backward pass of a generator's loss, is taken for a
+    part of the optimizer's next step unless its last one was made of other tensors than it had found there.
 
     Args:
         optimizers: of the loop.
@@ -65,7 +65,8 @@ class HeldGradients:
             step; None without tables.
 
     Attributes:
-        awaited: the optimizers, by number, to whose next step gradients of earlier batches belong, as far as is known.
+        awaited: the optimizers, by number, to whose next step gradients of earlier batches belong, as far as is
+            known.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What scripts keep beside modules (hidden states, replay buffers, running means) as plain values, and back in place.
 
-Containers of Python, tensors, arrays, random generators, and objects whose class is plain Python are taken apart by
-their kinds; nothing is pickled, and no code of a class runs when they are put together again.
+Containers of Python, tensors, arrays, random generators, and objects whose class is plain Python are taken apart
+by their kinds; nothing is pickled, and no code of a class runs when they are put together again.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def form_of(value: Any, path: str, within: tuple[int, ...] = ()) -> Form:
 def restored(form: Form, old: Any, path: str, find: FindClass) -> Any:
     """Return the value of a form: what was there, if it is of the same kind, changed in place; else a new one.
 
-    Of what is in it, containers and objects are changed in place too. Tensors and arrays in it are new: what was there
-    may be a part of something else, as a sample of the data.
+    Of what is in it, containers and objects are changed in place too. Tensors and arrays in it are new: what was
+    there may be a part of something else, as a sample of the data.
 
     Args:
         form: as `form_of` returned it.

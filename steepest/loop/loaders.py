@@ -79,10 +79,10 @@ class _Batches(Iterator[Any]):
 class EvaluationLoader(PreparedLoader):
     """A loader for evaluations in the loop: each pass over it deals its samples out among the workers, each to one.
 
-    The n-th batches of all workers are the n-th of one loader with as many times the batch size; all workers have as
-    many batches, none of which is empty: what is left behind the last whole ones is a batch of its own if it has a
-    sample for each worker, and lengthens the last one otherwise. With ``shuffle=True`` each pass has an order of its
-    own, by the job's seed and the place of the loop.
+    The n-th batches of all workers are the n-th of one loader with as many times the batch size; all workers have
+    as many batches, none of which is empty: what is left behind the last whole ones is a batch of its own if it
+    has a sample for each worker, and lengthens the last one otherwise. With ``shuffle=True`` each pass has an
+    order of its own, by the job's seed and the place of the loop.
 
     Args:
         loader: that was given to `prepare`.

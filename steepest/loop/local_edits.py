@@ -23,8 +23,8 @@ _ROUNDINGS = 1e-5  # by which a factor may differ from element to element
 class LocalEdits:
     """Finds out whether a loop changes its gradients by more than a constant factor.
 
-    Whether it changes them is known at each step by their versions. If so it is looked at in further steps, in which
-    their values are kept: after 1, 2, 4, 8 and so on of those in which they have changed.
+    Whether it changes them is known at each step by their versions. If so it is looked at in further steps, in
+    which their values are kept: after 1, 2, 4, 8 and so on of those in which they have changed.
 
     Attributes:
         keeps: whether the present step has to call `keep`.

@@ -10,8 +10,8 @@ from steepest.observe.reports import CALLS_OF_PLACE, Reported
 class LoopReports:
     """The reports of a loop until the driver has them: with a committed step, or when it asks between two steps.
 
-    A report's number says the place of the loop, which is the same on all workers, and which of the calls there it is.
-    So the reports of all workers from one place are put together.
+    A report's number says the place of the loop, which is the same on all workers, and which of the calls there it
+    is. So the reports of all workers from one place are put together.
 
     Attributes:
         fresh: what was reported since the last step.

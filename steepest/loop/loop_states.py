@@ -107,8 +107,8 @@ class LoopStates:
         job: what is known of the job.
 
     Attributes:
-        tops: by epoch, what the loop had when it entered that, see `open_epoch`; of the epochs in which a worker may
-            have to begin.
+        tops: by epoch, what the loop had when it entered that, see `open_epoch`; of the epochs in which a worker
+            may have to begin.
         kept: the objects that the user keeps; None if there are none.
         settings: the script's settings of optimizers and schedulers; None before `prepare`.
         rounds: where the loop is in rounds of own updates.

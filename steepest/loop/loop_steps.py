@@ -85,7 +85,8 @@ class LoopSteps:
         held: gradients that are kept from batch to batch, for later steps.
         schedules: schedulers' steps.
         unseen: writes to gradients that torch does not count.
-        changed: right behind a step, by parameter group: what differs from the optimizer as `prepare` was given it.
+        changed: right behind a step, by parameter group: what differs from the optimizer as `prepare` was given
+            it.
         lacks_batches: whether the loop was entered where others may have taken batches of their next step.
         clips: by optimizer, the clipping of its next step.
         is_left_out: whether that step's update was left out.

@@ -1,7 +1,7 @@
 """Comparison of a loop's losses in batches of several sizes, to warn of a loss that is not the mean over its samples.
 
-Workers' gradients are averaged by samples. That is one process's gradient if each worker's loss is the mean over its
-samples, times a number that all batches have in common, and terms that do not depend on samples.
+Workers' gradients are averaged by samples. That is one process's gradient if each worker's loss is the mean over
+its samples, times a number that all batches have in common, and terms that do not depend on samples.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class Losses:
     Attributes:
         found: those of the last step, or of the step in progress.
         looks: those at the losses of some batches.
-        scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`; None: the loop has yet to say.
+        scale: by which backward passes are multiplied, see `steepest.loop.sum_weights`; None: the loop has yet to
+            say.
     """
 
     def __init__(self, loop: UserLoop) -> None:

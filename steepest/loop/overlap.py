@@ -1,8 +1,8 @@
 """Gradients of a user's own loop that leave during its backward pass, before it calls `optimizer.step()`.
 
-That is a guess: a second backward pass, clipping, or `zero_grad` may follow. A loop that did none of these in its last
-steps is taken to do none in this one. At the step each gradient that has left is looked at. Unless all are as they left
-they are taken back before they count (`steepest.core.engine.exchange.PushPull.take_back`), and
+That is a guess: a second backward pass, clipping, or `zero_grad` may follow. A loop that did none of these in its
+last steps is taken to do none in this one. At the step each gradient that has left is looked at. Unless all are as
+they left they are taken back before they count (`steepest.core.engine.exchange.PushPull.take_back`), and
 pushed as they are then.
 """
 
@@ -44,9 +44,10 @@ class Overlap:
     guess is made after two steps in which it would have been right; each wrong one doubles that number, up to 64.
 
     A guess was wrong if a gradient is another tensor, or of another version, by the step; if it was accumulated
-    further; if the batch weighs something else; or if the function has read what lets it change a tensor without a new
-    version (`.data`, say). Values are compared too, as a check of all that: after guesses 1, 2, 4, 8 and so on,
-    and after each where they are few, or on a GPU. A loop of which they are not what they were is not guessed at again.
+    further; if the batch weighs something else; or if the function has read what lets it change a tensor without a
+    new version (`.data`, say). Values are compared too, as a check of all that: after guesses 1, 2, 4, 8 and so
+    on, and after each where they are few, or on a GPU. A loop of which they are not what they were is not guessed
+    at again.
 
     A batch is watched from `begin` to `end`; `left` says then what has left.
 

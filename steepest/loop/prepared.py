@@ -39,8 +39,8 @@ class TakenBatches:
     """The batches that a loop takes, and the epochs in which it does.
 
     Attributes:
-        pending: a batch, or with `sees_all_batches` a step of the job, that the engine has given and the loop has yet
-            to take.
+        pending: a batch, or with `sees_all_batches` a step of the job, that the engine has given and the loop has
+            yet to take.
         taken: the last batch that it took.
         stepped: whether the step of that batch was taken.
         count: how many batches the loop has taken.

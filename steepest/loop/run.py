@@ -83,16 +83,17 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     """Run a function with a training loop of your own on many workers, as one training.
 
     Args:
-        function: called without arguments in each worker's process. It makes model, optimizer and loader, gives them
-            to `steepest.prepare`, and loops over `steepest.epochs` and the loader. The replacement of a dead worker
-            runs it from its beginning, and enters `epochs` where the job is.
+        function: called without arguments in each worker's process. It makes model, optimizer and loader, gives
+            them to `steepest.prepare`, and loops over `steepest.epochs` and the loader. The replacement of a dead
+            worker runs it from its beginning, and enters `epochs` where the job is.
         num_workers: worker processes, or (min, max), as of `DistributedSGD`.
         strategy: as of `DistributedSGD`.
         gpu: whether each worker has a GPU, as of `DistributedSGD`.
-        global_batch_size: samples of a step of all workers together. None for the loader's batch size on each worker.
+        global_batch_size: samples of a step of all workers together. None for the loader's batch size on each
+            worker.
         seed: as of `DistributedSGD`.
-        run_config: as of `DistributedSGD`. None for the defaults, but that a step waits for the replacement of a dead
-            worker (``FailureConfig(patience=math.inf)``), so that all workers stay in their loops.
+        run_config: as of `DistributedSGD`. None for the defaults, but that a step waits for the replacement of a
+            dead worker (``FailureConfig(patience=math.inf)``), so that all workers stay in their loops.
         checkpoints: where checkpoints are kept. The same program, started again, goes on where it was.
         callbacks: as of `DistributedSGD.fit`.
         progress: as of `DistributedSGD.fit`.

@@ -18,7 +18,8 @@ from steepest.errors import ConfigurationError
 class UserScript:
     """A program of Python, run in the process that calls it.
 
-    It is run as ``python PATH ARGUMENTS...`` or ``python -m MODULE ARGUMENTS...`` would run it. Its text travels with
+    It is run as ``python PATH ARGUMENTS...`` or ``python -m MODULE ARGUMENTS...`` would run it. Its text travels
+    with
     it: hosts need not have the file, but for what it imports.
 
     Args:

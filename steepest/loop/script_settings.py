@@ -1,9 +1,9 @@
 """The settings of a script's optimizers and schedulers, which hold if a changed script goes on from a checkpoint.
 
-A run that goes on from a checkpoint has the place of that, in the data and in its schedules, and the settings of the
-script: learning rates, weight decay, schedules and their lengths, epochs. Where they differ, schedules are as if they
-had been these from the beginning. What no script knows stays as it was: what the loop has set by hand, and what
-`ReduceLROnPlateau` has made of metrics.
+A run that goes on from a checkpoint has the place of that, in the data and in its schedules, and the settings of
+the script: learning rates, weight decay, schedules and their lengths, epochs. Where they differ, schedules are as
+if they had been these from the beginning. What no script knows stays as it was: what the loop has set by hand, and
+what `ReduceLROnPlateau` has made of metrics.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
         size: of the job, in workers.
 
     Raises:
-        ConfigurationError: one is, as where it was made by `len` of the loader before `prepare`; a warning, where a
-            batch may have several steps.
+        ConfigurationError: one is, as where it was made by `len` of the loader before `prepare`; a warning, where
+            a batch may have several steps.
     """
     half = len(prepared.given) // 2
     pairs: Iterator[tuple[Any, Any]] = zip(

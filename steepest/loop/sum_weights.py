@@ -11,10 +11,10 @@ from steepest.errors import ConfigurationError
 class SumWeights:
     """The weights of a sum of gradients, over one batch or several.
 
-    A worker's part of an update weighs as much as the batches of which it is made. So the mean over the workers is that
-    of one process where each worker has the same share of each batch. Where a batch is of another size than the first
-    one, or the loop says what batches weigh, shares differ: then all workers' parts weigh the same, and each backward
-    pass is multiplied by the share of its batch (`scale`), those before too (`rescale`).
+    A worker's part of an update weighs as much as the batches of which it is made. So the mean over the workers is
+    that of one process where each worker has the same share of each batch. Where a batch is of another size than
+    the first one, or the loop says what batches weigh, shares differ: then all workers' parts weigh the same, and
+    each backward pass is multiplied by the share of its batch (`scale`), those before too (`rescale`).
 
     Args:
         total: gathers the weights of a batch on all workers, and returns their sum.

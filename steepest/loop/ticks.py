@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Ticks:
     """A scheduler's steps, which follow those of the job: a worker without samples in a step misses none.
 
-    A scheduler that is stepped once after each step of the optimizer counts the steps of the job; one that was ever
-    stepped after several, as at the end of an epoch, counts calls, also at the end of an epoch of one step.
+    A scheduler that is stepped once after each step of the optimizer counts the steps of the job; one that was
+    ever stepped after several, as at the end of an epoch, counts calls, also at the end of an epoch of one step.
     """
 
     def __init__(self, loop: UserLoop, scheduler: LRScheduler | ReduceLROnPlateau) -> None:

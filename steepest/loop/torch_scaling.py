@@ -1,7 +1,8 @@
 """Steps of a user's loop under torch's `GradScaler`, which sees the gradients of one worker alone.
 
-It leaves a step out where it has found infinity or NaN, of its own process. Here such a worker takes the step with the
-others, says so, and the update is left out for all of them, as in one process; then all scalers lower their scale.
+It leaves a step out where it has found infinity or NaN, of its own process. Here such a worker takes the step with
+the others, says so, and the update is left out for all of them, as in one process; then all scalers lower their
+scale.
 """
 
 from __future__ import annotations

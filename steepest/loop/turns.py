@@ -35,9 +35,9 @@ class _Thrown:
 class Turns:
     """Runs a function on a thread of its own; exactly one of the two threads runs at any time.
 
-    The function begins at the first `resume`, in the context (`contextvars`) in which this was made. Its memory comes
-    from where the driving thread's comes: other arenas give gradients back to the kernel in each step. So does its GPU:
-    a new thread of itself would have the first one.
+    The function begins at the first `resume`, in the context (`contextvars`) in which this was made. Its memory
+    comes from where the driving thread's comes: other arenas give gradients back to the kernel in each step. So
+    does its GPU: a new thread of itself would have the first one.
 
     Args:
         function: called once, on its own thread; it gives the turn back by `ask`.

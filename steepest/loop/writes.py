@@ -21,10 +21,10 @@ Before = tuple[torch.Tensor, torch.Tensor | None, list[int]]
 class LoopWrites(WriteCheck):
     """A check around each turn of a user's loop, which may write to trained parameters if it undoes that before a step.
 
-    Sharpness-aware minimisation does so. What it leaves of roundings is undone. Weights are compared with a copy in the
-    first turns, in which a loop that writes is found out, and from the first turn on in which it did. They are also
-    where the loop reads what lets it write without that being counted (`.data`, say): the first times, and then now and
-    then, since one that averages weights reads it in each turn.
+    Sharpness-aware minimisation does so. What it leaves of roundings is undone. Weights are compared with a copy
+    in the first turns, in which a loop that writes is found out, and from the first turn on in which it did. They
+    are also where the loop reads what lets it write without that being counted (`.data`, say): the first times,
+    and then now and then, since one that averages weights reads it in each turn.
     A turn is between `begin` and `end`, not in a context: one is entered in each step.
     """
 

@@ -142,7 +142,8 @@ class Outcome:
         runs: the number of seeds.
         steps, samples: how many were taken, and in all of them.
         seconds: of training, until the last step.
-        speed: samples per second, without the first step, which also waits for processes; NaN without a second one.
+        speed: samples per second, without the first step, which also waits for processes; NaN without a second
+            one.
         speeds, values: the least and the greatest of the runs.
         value: what is compared, a mean over the last tenth of the steps that have it; NaN where no step has.
         doubt: its standard error, over the runs if there are several.
@@ -199,8 +200,8 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[str | None, str]:
     """Return the strategy to take, None if none has trained, and why, in a few sentences.
 
     It is the one with the best value at its end. Values count as equal if they differ by less than 2 %, by less
-    than twice the standard error of their difference, or by less than 0.2 % of their change since the first step. Of
-    strategies with equal values, the one is taken that was the first to reach the worst of these values.
+    than twice the standard error of their difference, or by less than 0.2 % of their change since the first step.
+    Of strategies with equal values, the one is taken that was the first to reach the worst of these values.
     """
     trained = [each for each in outcomes if isfinite(each.value) and not each.failed]
     if not trained:

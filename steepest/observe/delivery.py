@@ -35,8 +35,8 @@ class Delivery:
 
     A tracker that raises is tried again, with the same rows, after pauses that double up to a minute. Where more
     than 20,000 rows wait the oldest are dropped. Warnings say when a tracker fails, with how many rows wait, when
-    rows are dropped, and at the end how many have not arrived. All functions but `take` may raise; they are called on
-    that thread alone.
+    rows are dropped, and at the end how many have not arrived. All functions but `take` may raise; they are called
+    on that thread alone.
 
     Args:
         name: of the tracker, for warnings.

@@ -195,8 +195,8 @@ class History(Sequence[dict[str, Any]]):
         Args:
             result: of the step.
             figures: of the job.
-            ends_epoch: whether its epoch ends with this step, and gets a row too; None where that is known only by a
-                step of the next one, or by `end_epoch`.
+            ends_epoch: whether its epoch ends with this step, and gets a row too; None where that is known only by
+                a step of the next one, or by `end_epoch`.
         """
         with self._lock:
             self._take_events()

@@ -19,10 +19,10 @@ _SCOPE = "steepest"
 class OpenTelemetry(Logger):
     """Log to OpenTelemetry, by the providers of traces and metrics that the program has.
 
-    A run is a trace: a span "run", and in it a span for each step that is logged and for each change of the job, such
-    as a death. A change takes as long as it stopped training. A number that loggers call "train/loss" is the gauge
-    ``steepest.train.loss``; its attribute "run" is `run`. Only the first 200 names get a gauge; a warning says so.
-    A program that continues from a checkpoint continues the trace.
+    A run is a trace: a span "run", and in it a span for each step that is logged and for each change of the job,
+    such as a death. A change takes as long as it stopped training. A number that loggers call "train/loss" is the
+    gauge ``steepest.train.loss``; its attribute "run" is `run`. Only the first 200 names get a gauge; a warning
+    says so. A program that continues from a checkpoint continues the trace.
 
     Needs ``pip install 'steepest[opentelemetry]'``, and an exporter, such as ``opentelemetry-exporter-otlp`` with
     ``opentelemetry-instrument python train.py``.

@@ -31,7 +31,8 @@ class Callback:
 
         It is called for each step of this `fit`, in order, while workers compute the next ones. So
         `DistributedSGD.weights` is of a later step here; methods that need idle workers are refused.
-        Steps of this `fit` that are taken again after a death may be told of again; steps of earlier calls are not.
+        Steps of this `fit` that are taken again after a death may be told of again; steps of earlier calls are
+        not.
         """
 
     def after_step(self, sgd: Any, result: StepResult) -> None:

@@ -79,8 +79,8 @@ class SageMakerJob:
     def variables(self) -> dict[str, str]:
         """Return the environment variables that SageMaker's toolkit would give a program on this host, by name.
 
-        SM_USER_ARGS, SM_TRAINING_ENV, and variables by which the toolkit finds the program, or which tell of groups
-        of instances, are left out.
+        SM_USER_ARGS, SM_TRAINING_ENV, and variables by which the toolkit finds the program, or which tell of
+        groups of instances, are left out.
         """
         channels = {f"SM_CHANNEL_{name.upper()}": str(at) for name, at in self.channels.items()}
         told = {f"SM_HP_{name.upper()}": _written(v) for name, v in self.hyperparameters.items()}

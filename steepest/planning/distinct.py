@@ -1,9 +1,9 @@
 """How many distinct ids there are in data of which a sample is known, and how often the frequent ones are asked for.
 
-The growth curve of distinct ids, D(n) after n look-ups, has the slope f1 / n, where f1 ids were seen once (Good, "The
-population frequencies of species and the estimation of population parameters", 1953). So its exponent, in
-D ~ n^b, is b = f1 / D at the sample's size, and at half of it that of every second look-up, whose expectation follows
-from the counts alone. Three answers come of it:
+The growth curve of distinct ids, D(n) after n look-ups, has the slope f1 / n, where f1 ids were seen once (Good,
+"The population frequencies of species and the estimation of population parameters", 1953). So its exponent, in
+D ~ n^b, is b = f1 / D at the sample's size, and at half of it that of every second look-up, whose expectation
+follows from the counts alone. Three answers come of it:
 
 - at least: the curve of Chao1's number of unseen ids (Chao 1984; Colwell et al., "Models and estimators linking
   individual-based and sample-based rarefaction, extrapolation and comparison of assemblages", 2012, equation 9);
@@ -77,8 +77,9 @@ def _falling(exponent: float, before: float, logarithm: float) -> float:
 def hit_share(first: Counts, second: Counts, rows: int, places: int) -> float:
     """Return the share of look-ups that find their row in memory, if the most frequent ids have places there.
 
-    Which these are is decided by one half of a sample, and the share is of the other half, so that no id is counted
-    because it was frequent by chance. Places that are left are for ids that the first half has not, each alike.
+    Which these are is decided by one half of a sample, and the share is of the other half, so that no id is
+    counted because it was frequent by chance. Places that are left are for ids that the first half has not, each
+    alike.
 
     Args:
         first, second: (n,), how often each id was seen in each half; 0 where it was not.

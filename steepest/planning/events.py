@@ -202,9 +202,9 @@ class _HostLink:
 class LinkTraffic:
     """What processes send each other: within a process, within a host, or over links.
 
-    The messages from one process to another are a stream in order. The streams that leave a host share its link fairly
-    (start-time fair queueing, Goyal et al. 1996; of equal ones each host begins with another); a payload is passed on
-    as it comes, and arrives behind those that arrive there already. What waits, waits without a limit.
+    The messages from one process to another are a stream in order. The streams that leave a host share its link
+    fairly (start-time fair queueing, Goyal et al. 1996; of equal ones each host begins with another); a payload is
+    passed on as it comes, and arrives behind those that arrive there already. What waits, waits without a limit.
 
     Args:
         events: what is to happen.

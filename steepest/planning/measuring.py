@@ -75,8 +75,8 @@ def measure(
 ) -> Profile:
     """Train a model on this process for some batches, and return the times measured.
 
-    It is a job of one worker with the library's own roles: models, optimizer and data are used as in training. Each
-    number is a median.
+    It is a job of one worker with the library's own roles: models, optimizer and data are used as in training.
+    Each number is a median.
 
     Args:
         model_creator: as of `DistributedSGD`, or a `LoopCreator`.

@@ -44,17 +44,17 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
 ) -> Forecast:
     """Predict step times and samples a second of a model, for several strategies and numbers of workers.
 
-    The model is measured on this process, then a few steps of each job are taken on virtual time, with the library's
-    own coordinator and topology; see `docs/howto/plan.md`. Nothing is started.
+    The model is measured on this process, then a few steps of each job are taken on virtual time, with the
+    library's own coordinator and topology; see `docs/howto/plan.md`. Nothing is started.
 
     Args:
-        function: a function without arguments as of `run`; a `model_creator` of two arguments as of `DistributedSGD`;
-            or a `steepest.planning.profile.Profile`, of which nothing is measured.
+        function: a function without arguments as of `run`; a `model_creator` of two arguments as of
+            `DistributedSGD`; or a `steepest.planning.profile.Profile`, of which nothing is measured.
         workers: numbers of workers, each on a host of its own.
         bandwidth: of each host's link, each way: text such as "25Gbit", or bits a second.
         latency: from one host to another: text such as "50us", or seconds.
-        strategies: names or strategies; a mapping gives them names of one's own. None for "ps", "allreduce", "async",
-            "ssp" and "local", and settings of `LocalStrategy` for slow links.
+        strategies: names or strategies; a mapping gives them names of one's own. None for "ps", "allreduce",
+            "async", "ssp" and "local", and settings of `LocalStrategy` for slow links.
         servers: processes, of strategies that have them; None for one for each worker's host.
         servers_apart: whether each server has a host of its own, rather than a worker's.
         one_host: whether all processes share this machine and its cores, so that there are no links.
@@ -63,7 +63,8 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
         seed: of the measured job.
 
     Returns:
-        The predictions, row by row. A strategy that cannot be had with this model or number of workers is in `refused`.
+        The predictions, row by row. A strategy that cannot be had with this model or number of workers is in
+        `refused`.
 
     Raises:
         ConfigurationError: an argument is wrong, or the model cannot be built.

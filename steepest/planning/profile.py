@@ -17,8 +17,8 @@ class Costs:
 
     Attributes:
         message: to send, or to receive and handle, one message without its payload, of several in a row.
-        alone: additional, for a message by itself: sent during a pass, or received by a process that slept. Its code
-            and data have left the processor's caches by then.
+        alone: additional, for a message by itself: sent during a pass, or received by a process that slept. Its
+            code and data have left the processor's caches by then.
         sent, received: for each byte that is sent, or received, over TCP.
         added: for each byte of a gradient that a server adds up.
         applied: for each byte of weights in the optimizer's step.
@@ -56,8 +56,8 @@ class Profile:
         costs: of everything else.
         variation: of the seconds of a pass, as their standard deviation over their mean.
         codec_costs: returns the costs of a codec.
-        holds_back: whether the last chunk for each server leaves at the end of the step only, as in a user's own loop,
-            where gradients leave before it is certain that they are complete.
+        holds_back: whether the last chunk for each server leaves at the end of the step only, as in a user's own
+            loop, where gradients leave before it is certain that they are complete.
         own_loop: whether the loop is the user's own, which some settings of a strategy exclude.
         on_device: whether a device computes the passes, while the process' thread sends and receives.
         processor: processor seconds of a pass, on all threads; None: as many as the pass takes.

@@ -22,8 +22,8 @@ def bandwidth_of(value: str | float) -> float:
     """Return a bandwidth in bytes a second.
 
     Args:
-        value: a number of bits a second, or text such as "25Gbit", "100 Mbit/s" or "3.1GB/s": prefixes k, M, G and T
-            are powers of 1000, "bit" and "bps" are bits, "B/s" bytes.
+        value: a number of bits a second, or text such as "25Gbit", "100 Mbit/s" or "3.1GB/s": prefixes k, M, G and
+            T are powers of 1000, "bit" and "bps" are bits, "B/s" bytes.
 
     Raises:
         ConfigurationError: it is neither, or not above 0.

@@ -41,9 +41,10 @@ class SendingSchedule(NamedTuple):
     The library's own schedule is the default; the others are for comparisons with other systems.
 
     Attributes:
-        streams: whether the new weights of a chunk leave as soon as its gradients are added up, rather than when the
-            update is committed.
-        installs: whether weights that came early are used from the commit on only, of which each worker gets a message.
+        streams: whether the new weights of a chunk leave as soon as its gradients are added up, rather than when
+            the update is committed.
+        installs: whether weights that came early are used from the commit on only, of which each worker gets a
+            message.
     """
 
     streams: bool = False

@@ -47,8 +47,8 @@ class Prediction:
         computing: share of the time in which a worker computes, on average.
         sent: bytes of payloads that go over links in a step, of all hosts together.
         beside: processor seconds of a step, of all processes together, beside passes and loading.
-        of_workers, of_servers: processor seconds of a step, of all processes with workers together, and of those with
-            servers alone: all that they compute, load, send, receive and apply.
+        of_workers, of_servers: processor seconds of a step, of all processes with workers together, and of those
+            with servers alone: all that they compute, load, send, receive and apply.
         chunks: into which the trained parameters are cut; servers beyond as many hold nothing.
     """
 
@@ -142,8 +142,8 @@ def predict(
 def _sharing(prediction: Prediction, cores: int, profile: Profile) -> Prediction:
     """Return the prediction of a job whose processes share cores, from one in which each has its own.
 
-    Passes that want more cores than there are take as much longer, and no step takes less than the processor time of
-    all processes on all cores.
+    Passes that want more cores than there are take as much longer, and no step takes less than the processor time
+    of all processes on all cores.
     """
     computed = prediction.computing * prediction.seconds  # of a worker
     wanted = prediction.workers * (1.0 if profile.occupied == 0 else profile.occupied)

@@ -217,11 +217,11 @@ def plan_tables(
     See `docs/howto/plan.md` for what is estimated, and by whose formulas. Nothing is started.
 
     Args:
-        source: a function without arguments as of `run`, or a `model_creator` as of `DistributedSGD`, which trains on
-            this process for some batches; or by `Table` a sample of its ids: an array of integers, or an iterable of
-            batches of them.
-        samples: of the whole data, one epoch; of ids that were given, look-ups of each table. By default those that
-            the model's data have, or the sample.
+        source: a function without arguments as of `run`, or a `model_creator` as of `DistributedSGD`, which trains
+            on this process for some batches; or by `Table` a sample of its ids: an array of integers, or an
+            iterable of batches of them.
+        samples: of the whole data, one epoch; of ids that were given, look-ups of each table. By default those
+            that the model's data have, or the sample.
         memory: bytes of each server for rows: a number, or text such as "16GB".
         batches: of the model, to be counted.
         seed: of the model's data.

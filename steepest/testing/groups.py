@@ -34,8 +34,8 @@ class SimulatedGroups:
     """Makes the groups of one simulated job at a time, see `Groups`; tensors are added up in the order of the ranks.
 
     Args:
-        broken: (generation, number of an exchanging operation from 0) at which groups fail although all members live;
-            None for never.
+        broken: (generation, number of an exchanging operation from 0) at which groups fail although all members
+            live; None for never.
     """
 
     def __init__(self, broken: tuple[int, int] | None = None) -> None:

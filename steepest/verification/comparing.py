@@ -96,7 +96,8 @@ def whole_and_parts(
         whole: of one worker.
         parts: of several, each of which has a part of each batch.
         noisy: names of reports that no two runs have in common.
-        gradients: whether those with which steps begin are compared; a plain script clips them before, workers after.
+        gradients: whether those with which steps begin are compared; a plain script clips them before, workers
+            after.
     """
     one = whole.in_order(0)
     several = {worker: parts.in_order(worker) for worker in parts.workers}

@@ -1,7 +1,8 @@
 """Puts aside what makes a batch's result more than a mean over its samples, to see whether anything else does.
 
-Random numbers are drawn by sample, so that a sample gets the same ones in whatever batch it is. Dropout drops nothing,
-and batch normalization takes its running statistics; or dropout is drawn by sample too, and batch normalization stays.
+Random numbers are drawn by sample, so that a sample gets the same ones in whatever batch it is. Dropout drops
+nothing, and batch normalization takes its running statistics; or dropout is drawn by sample too, and batch
+normalization stays.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def put_aside(draws: Draws, *, drops: bool = False) -> Iterator[None]:
 
     Args:
         draws: what is drawn.
-        drops: whether dropout drops, by sample, and batch normalization is as it is. What torch drops in kernels of its
-            own, in attention and between layers of recurrent modules, is not dropped in any case.
+        drops: whether dropout drops, by sample, and batch normalization is as it is. What torch drops in kernels
+            of its own, in attention and between layers of recurrent modules, is not dropped in any case.
     """
     with contextlib.ExitStack() as whole:
         put = functools.partial(_put, whole)

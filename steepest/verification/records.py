@@ -243,7 +243,8 @@ class Run:
     def missing_reports(self) -> frozenset[int]:
         """Return the numbers of the report rows that may lack a killed worker's part.
 
-        These are its last two, and the next one if the script sets weights of batches: a successor has not heard them.
+        These are its last two, and the next one if the script sets weights of batches: a successor has not heard
+        them.
         """
         killed = [life for life in self.lives if not life.ended]
         weighs = any(step.weight is not None for life in self.lives for step in life.steps)

@@ -23,8 +23,8 @@ class VerifiedRun:
         found: how far it agrees, or what differs first, in a few words.
         causes: why, and what to do, the likeliest first.
         step: the first step that differs, from 1; 0 for none.
-        what, name: what differs in it: "settings", "losses", "gradients", "weights", "samples", "gathered", "reports",
-            "steps" or "error"; and the name of the tensor, setting or report.
+        what, name: what differs in it: "settings", "losses", "gradients", "weights", "samples", "gathered",
+            "reports", "steps" or "error"; and the name of the tensor, setting or report.
     """
 
     run: str

@@ -147,8 +147,8 @@ class Variable:
     Attributes:
         digest: of it.
         shown: for people.
-        kind: what it is: "number", "generator", "state" of something with `state_dict`, "values", or "scheduler" for
-            one that the job has.
+        kind: what it is: "number", "generator", "state" of something with `state_dict`, "values", or "scheduler"
+            for one that the job has.
         type_name: of its class.
     """
 

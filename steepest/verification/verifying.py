@@ -50,22 +50,22 @@ def verify(  # noqa: PLR0913 - keywords of a user, most of them optional
 ) -> VerifyReport:
     """Run a function that trains on one process and on several, with deaths and without, and compare each step.
 
-    All runs are on plain processes of this machine, without Ray. The plain script is compared with one worker, with
-    the same
+    All runs are on plain processes of this machine, without Ray. The plain script is compared with one worker,
+    with the same
     batches; one worker with several, to rounding; a run in which a worker is killed, or which is stopped and
     resumed, with
     one in which nothing happens, to the bit.
 
     Args:
-        function: as of `steepest.run`; a script too, see `steepest.loop.script.UserScript`; or the model creator of a
-            `DistributedSGD`, of whose job the driver sees losses, rates and weights after each step.
+        function: as of `steepest.run`; a script too, see `steepest.loop.script.UserScript`; or the model creator
+            of a `DistributedSGD`, of whose job the driver sees losses, rates and weights after each step.
         steps: of each run, at most.
         num_workers, strategy, seed: as of `steepest.run`; a strategy whose result is that of one process.
         deaths: "some" for one of two workers each, "all" for each worker in each step, "none".
         tables: whether rows of embedding tables are compared at the end of each run, too.
-        deterministic: whether random numbers are drawn by sample in all runs, those of dropout and of data sets too, so
-            that they are the same however the batch is divided. What torch's kernels drop in attention and recurrent
-            modules is not dropped then.
+        deterministic: whether random numbers are drawn by sample in all runs, those of dropout and of data sets
+            too, so that they are the same however the batch is divided. What torch's kernels drop in attention and
+            recurrent modules is not dropped then.
         told: called with what runs next, and with each row when it is there.
 
     Returns:

@@ -1,10 +1,10 @@
 """The replay of a trace: how long its steps would have taken if workers had computed for other times.
 
-Each worker's share begins when the new weights are there and its step before has ended; a chunk is taken when it was
-sent and, by a server in a worker's process, when that worker has ended its share; a version is committed when as many
-gradients as before are ready; weights arrive as long after the commit as they did. What is not one of these waits
-(computing, transfers, reducing, updating) lasts as long as recorded. After "Understanding stragglers in large model
-training using what-if analysis" (arXiv 2505.05713).
+Each worker's share begins when the new weights are there and its step before has ended; a chunk is taken when it
+was sent and, by a server in a worker's process, when that worker has ended its share; a version is committed when
+as many gradients as before are ready; weights arrive as long after the commit as they did. What is not one of
+these waits (computing, transfers, reducing, updating) lasts as long as recorded. After "Understanding stragglers
+in large model training using what-if analysis" (arXiv 2505.05713).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ReplayedStep:
     Attributes:
         last: the worker whose gradient was awaited last.
         ahead: by worker, how long before the last one its gradient was ready.
-        parts: by name of `PARTS`, what lies between the commit before and this one, on the path of the last worker.
+        parts: by name of `PARTS`, what lies between the commit before and this one, on the path of the last
+            worker.
     """
 
     last: int
