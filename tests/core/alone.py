@@ -72,9 +72,7 @@ def main(arguments: list[str]) -> int:
                 shutil.copy(source, target)
         (there / "sitecustomize.py").write_text(_CUSTOMIZE)
         (there / "pytest.ini").write_text(_PYTEST)
-        (there / "tests/conftest.py").write_text(
-            "from tests.hand_moved_clock import clock as clock\n"
-        )
+        (there / "tests/conftest.py").write_text(_CONFTEST)
         environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-q", *arguments, *TESTS]
         return subprocess.run(command, cwd=there, env=environment).returncode
