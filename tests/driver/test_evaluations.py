@@ -340,7 +340,7 @@ def test_arguments_are_checked() -> None:
             ):
                 trainer.fit(epochs=3, callbacks=[Noting(), callback], progress=False)
         assert trainer.stats().step == 0
-        with pytest.raises(ConfigurationError, match="no 'accuracy': they have loss"):
+        with pytest.raises(ConfigurationError, match="no 'accuracy': give one of loss"):
             trainer.fit(
                 steps=3,
                 callbacks=[EarlyStopping("accuracy")],

@@ -72,7 +72,7 @@ class _Failing:
         self.count, self.fails, self.later = 0, fails, later
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_failure_at_each_file_operation_leaves_the_last_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: bool
 ) -> None:
