@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, own_loop, resnet101
+from benchmarks import coordinator, gpu, own_loop, resnet101
 from benchmarks.models import Workload, compute
 from benchmarks.namespaces import HOST
 from benchmarks.network import BYTES, OVERHEAD
@@ -43,6 +43,23 @@ def maps(network: ResNet, images: torch.Tensor) -> list[torch.Tensor]:
         block.register_forward_hook(lambda module, inputs, output: found.append(output))
     network(images)
     return found
+
+
+def test_a_coordinator_sends_each_worker_as_much_however_many_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent = []
+    for workers in (64, 256):
+        job = coordinator.CoordinatedJob(workers, 2, stats=True)
+        job.ask(3)
+        job.step(1)
+        before = job.sent
+        job.step(2)
+        job.step(3)
+        sent.append((job.sent - before) / workers)
+    assert sent[1] == pytest.approx(sent[0], rel=0.2)
+    coordinator.main(["--workers", "8", "--steps", "1"])
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "8"
 
 
 TINY = Workload(
