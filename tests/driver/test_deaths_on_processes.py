@@ -25,6 +25,7 @@ from tests.step_callbacks import After
 pytestmark = pytest.mark.usefixtures("machine")
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_worker_that_is_killed_twice_amid_a_gradient_changes_no_bit(

@@ -92,6 +92,7 @@ with DistributedSGD(linear_model_creator(), 2) as sgd, ParameterServer(np.zeros(
 FIRST_LINE = "2 workers and 1 server on this machine; RAY_ADDRESS or ray.init() for a cluster\n"
 
 
+@pytest.mark.long
 def test_processes_end_with_a_driver_that_is_killed_which_imports_no_ray() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=100
