@@ -150,7 +150,11 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_evaluation(trainer: Any) -> None:
-    """Check that a Trainer evaluates as transformers' own; ModelError: it overrides a method of evaluation."""
+    """Check that a Trainer evaluates as transformers' own.
+
+    Raises:
+        ModelError: it overrides a method of evaluation.
+    """
     for name in overridden(trainer):
         if name in OF_EVALUATION:
             raise ModelError(

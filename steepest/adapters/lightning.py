@@ -136,7 +136,7 @@ class LightningModel(TorchModel):
             return getattr(owner, name)(batch, *more, 0)
 
     def loss(self, batch: Any) -> Any:
-        """Return the loss of the module's step, and keep what the step logs; without a loss one that weighs nothing.
+        """Return the loss of the module's step, and keep what the step logs; a step without a loss has no weight.
 
         Raises:
             ModelError: the step returns something else, or logs something that is no mean over a batch.

@@ -1,4 +1,4 @@
-"""Training data of loaders with a sampler of the user's: what it draws for an epoch is dealt out, each draw once."""
+"""Training data of loaders with a user's sampler: its draws for an epoch are dealt out, each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an iterable of the user's yields in a pass, by its numbers: the same in every process that goes through it."""
+"""The items of a user's iterable in a pass, by number: the same in every process that goes through it."""
 
 from __future__ import annotations
 

@@ -246,7 +246,11 @@ class _Directory:
         return bool(entry.type.name != "NotFound")
 
     def file_names(self) -> list[str]:
-        """Return its Parquet files' paths in the order of names; ConfigurationError: none, or they cannot be listed."""
+        """Return its Parquet files' paths in the order of names.
+
+        Raises:
+            ConfigurationError: none, or they cannot be listed.
+        """
         system, path = self._open()
         from pyarrow import fs
 

@@ -84,7 +84,7 @@ class IdPlaces:
         self.known[at] = None if parts is None else IdPlace(group, parts, True)
 
     def note(self, at: int, *, training: bool, was_right: bool) -> None:
-        """Note of a look-up whether gradients of its rows are pushed, and whether its known place was the right one."""
+        """Note whether gradients of a look-up's rows are pushed, and whether its known place was right."""
         if at < len(self.known) and (place := self.known[at]) is not None:
             self.known[at] = place._replace(training=training) if was_right else None
 

@@ -102,7 +102,11 @@ class RestoredShards:
             return self._made.setdefault(number, _ShardsMade())
 
     def take_file(self, number: int, name: str, at: int, data: Any) -> None:
-        """Keep bytes of a file that a restore needs, from one of its places on; ResourcesError: there is no room."""
+        """Keep bytes of a file that a restore needs, from one of its places on.
+
+        Raises:
+            ResourcesError: there is no room.
+        """
         self.files.write(number, name, at, data, tempfile.gettempdir())
         self._of(number).nbytes += len(data)
 

@@ -321,7 +321,11 @@ class RowExchange(RowCollector):
         return where_lent(message, size) if message.body.sequence in self._awaited else None
 
     def receive(self, source: Peer, message: Message) -> None:
-        """Take the answer of a server; a late one, or a copy, is dropped; ProtocolError: another server was asked."""
+        """Take the answer of a server; a late one, or a copy, is dropped.
+
+        Raises:
+            ProtocolError: another server was asked.
+        """
         rows: Rows = message.body
         if rows.sequence not in self._awaited:
             return

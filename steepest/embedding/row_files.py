@@ -70,7 +70,11 @@ class RowFiles:
         self._lock = system().lock()
 
     def write(self, number: int, name: str, at: int, data: Any, directory: str) -> None:
-        """Write bytes at a place of a file, which is made if it is not there; ResourcesError: there is no room."""
+        """Write bytes at a place of a file, which is made if it is not there.
+
+        Raises:
+            ResourcesError: there is no room.
+        """
         file = self.find(number, name) or NamelessFile(directory)
         file.write(at, data)
         with self._lock:

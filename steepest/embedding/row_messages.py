@@ -1,4 +1,4 @@
-"""The messages about rows of embedding tables, and what others say of rows: in reports, logs and reads of the state."""
+"""The messages about rows of embedding tables, and the parts of reports, logs and reads that concern rows."""
 
 import sys
 from collections.abc import Mapping

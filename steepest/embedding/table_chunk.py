@@ -165,7 +165,11 @@ class TableChunk(HeldChunk):
         return made
 
     def _number_in(self, pieces: _Pieces) -> int:
-        """Return the number of a restore for which this process has made the shard; ProtocolError: it has not."""
+        """Return the number of a restore for which this process has made the shard.
+
+        Raises:
+            ProtocolError: it has not.
+        """
         number = int(pieces[0][MADE].reshape(-1)[0])
         if self.made is None or not self.made.has(number, self.chunk.index):
             raise ProtocolError(f"{self._name} of restore {number} is not in this process")

@@ -149,7 +149,11 @@ class TorchModel(dense.TorchModel):
 
 
 def _tables_in(module: torch.nn.Module) -> tuple[Table, ...]:
-    """Return the tables of a module's submodules, each once, or none; ConfigurationError: two of one name differ."""
+    """Return the tables of a module's submodules, each once, or none.
+
+    Raises:
+        ConfigurationError: two of one name differ.
+    """
     embedding = sys.modules.get("steepest.embedding.modules")
     return () if embedding is None else embedding.tables_of(module)
 

@@ -242,7 +242,11 @@ def _check_enough(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau],
 ) -> None:
-    """Check that a module, an optimizer and those of schedulers were given; ConfigurationError: one is missing."""
+    """Check that a module, an optimizer and those of schedulers were given.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
     for what, objects in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
         if not objects:
             raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")

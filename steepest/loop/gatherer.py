@@ -75,7 +75,7 @@ class Gatherer:
     # -- for the worker's thread ---------------------------------------------------------------
 
     def has_lost_its_seat(self, *, in_batch: bool, now: LoopSeat | None = None) -> bool:
-        """Return whether the loop's seat in a gathering, or if it is `in_batch` in that, is another one than `now`."""
+        """Return whether the loop's seat in a gathering, or `in_batch` in its batch, differs from `now`."""
         if self.wanted is None and (self._dealt_to is None or not in_batch):
             return False
         now = now or self._seat

@@ -175,7 +175,7 @@ class Gatherings:
         self._wait(lambda: self.found(wanted) is not None)
 
     def drop(self) -> None:
-        """Drop all that was gathered, as the places may come again with other batches; loops amid one begin it anew."""
+        """Drop all gathered parts: their places may come again with other batches. Loops amid one begin it anew."""
         self.parts.clear()
         self._steps.clear()
         self._waits_at, self._behind = None, 0
@@ -335,7 +335,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def rebuilt(value: Any, leaves: Mapping[str, Any]) -> Any:
-    """Return a value with other leaves, by `leaves_of`'s ways; dicts have their keys in the order of the leaves."""
+    """Return a value with other leaves, by the ways of `leaves_of`; dicts keep the order of the leaves."""
     places = {way: at for at, way in enumerate(leaves)}
 
     def build(value: Any, way: str) -> tuple[int, Any]:
@@ -430,7 +430,7 @@ def recorded(value: Any) -> torch.Tensor:
 
 
 def from_record(value: Any, record: torch.Tensor) -> Any:
-    """Return what `joined` has returned on others, from what `recorded` made of it, in the form of a worker's own."""
+    """Return the result of `joined` on other workers from its record, in the form of a worker's own value."""
     own, leaves = leaves_of(value), unpack(record)["leaves"]
     restored = {
         way: merged(own[way], [_state(each)]) if is_metric(own.get(way)) else each
@@ -510,7 +510,7 @@ class Gathered(torch.autograd.Function):
 
 
 def _places(lengths: list[int], order: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return which of the rows of all workers comes first, second and so on; None for the order in which they are."""
+    """Return the order of the rows of all workers, as indices; None if they are in order."""
     if lengths != [len(each) for each in order]:
         return None
     places = [place for each in order for place in each]

@@ -119,7 +119,7 @@ class HeldGradients:
         )
 
     def _of_rows(self) -> int | None:
-        """Return the number of the optimizer to whose next step gradients of rows belong; None if there are none."""
+        """Return the index of the optimizer whose next step takes gradients of rows; None if there are none."""
         return 0 if self._holds_rows is not None and self._holds_rows() else None
 
 

@@ -77,7 +77,7 @@ class _Batches(Iterator[Any]):
 
 
 class EvaluationLoader(PreparedLoader):
-    """A loader for evaluations in the loop: each pass over it deals its samples out among the workers, each to one.
+    """A loader for evaluations in the loop: each pass deals its samples out, each to one worker.
 
     The n-th batches of all workers are the n-th of one loader with as many times the batch size; all workers have
     as many batches, none of which is empty: what is left behind the last whole ones is a batch of its own if it

@@ -104,7 +104,7 @@ class LoopReports:
         return handed
 
     def give_back(self, number: int) -> None:
-        """Take back what the call with this number has handed over, if it is the last: its answer has not arrived."""
+        """Take back the reports that the call with this number handed over: its answer has not arrived."""
         if self._handed[0] == number:
             self._noted += len(self._handed[1])
             self._reports = self._handed[1] + self._reports

@@ -40,7 +40,7 @@ class BegunRound:
 
 
 class Rounds:
-    """The rounds of own updates that a loop is in: the last one, and the one before while that may have to be undone.
+    """The rounds of own updates of a loop: the last one, and the one before while it may have to be undone.
 
     Attributes:
         begun: the rounds that are not known to be decided on.
@@ -154,7 +154,7 @@ class LoopStates:
         return state
 
     def hold_objects(self) -> None:
-        """Keep the objects that the user keeps as they are here, for workers that take part in what is gathered next.
+        """Keep the user's objects as they are here, for workers that take part in what is gathered next.
 
         They may be large: only where the loop is known to gather among its batches, and at an epoch's last batch.
         """
@@ -163,7 +163,7 @@ class LoopStates:
             self._objects = pack(self.kept.states())
 
     def hold_end(self) -> None:
-        """Keep the state at an epoch's end, from which a worker that joins takes part in what is gathered there."""
+        """Keep the state at an epoch's end, for workers that join and take part in what is gathered there."""
         loop, self._end = self._loop, None
         if loop.job.size > 1 and loop.job.kind.together:
             self._end = pack(self.state_at("end", objects=True), loop.batches.count)
@@ -228,7 +228,7 @@ class LoopStates:
         return at_top and cursor is not None and not cursor.place.passes
 
     def open_epoch(self) -> None:
-        """Keep the state at an epoch's beginning, for a loop that enters later and runs the code before its batches.
+        """Keep the state at an epoch's beginning, for a loop that enters later and runs the code before the batches.
 
         Where the loop enters later itself, it gets what the others had.
         """
@@ -247,7 +247,7 @@ class LoopStates:
         self.tops[loop.batches.epoch] = {**top, "gathered": gathered}
 
     def close_top(self) -> None:
-        """Note that the loop comes to the first batch of the epoch: what did not change before it is not kept twice."""
+        """Note that the loop comes to the epoch's first batch: values that have not changed by then are kept once."""
         top = self.tops.get(self._loop.batches.epoch)
         if top is None or top["objects"] is None or self.kept is None:
             return
@@ -284,7 +284,7 @@ class LoopStates:
         return state
 
     def begin_round(self, step: int) -> None:
-        """Note what is the state of a worker that takes a round of own updates, of a step of the job, from here on."""
+        """Note the state for a worker that takes a round of own updates, of a step of the job, from here on."""
         if self._loop.job.kind.ahead and self.rounds.begun:  # the round before that is decided on
             self._loop.reports.note_before(self.rounds.begun[-1].said)
         state = pack(self.state_at("", objects=True))

@@ -50,7 +50,7 @@ class _AtPrepare(NamedTuple):
 
 
 class _FirstGradient:
-    """Whether a worker has had a gradient in a step; before that, the parameters and their values in its first step.
+    """Whether a worker has had a gradient in a step; until then, the parameters' values in its first step.
 
     In a single step it may lack one that others have, as after a batch with nothing to learn from.
 
@@ -433,7 +433,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -
 def with_hooks(
     optimizer: torch.optim.Optimizer, step: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return what the step returns."""
+    """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return its result."""
     arguments_now: Any = (optimizer, *arguments)
     for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
         if (others := before(optimizer, arguments_now, named)) is not None:

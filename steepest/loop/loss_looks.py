@@ -1,4 +1,4 @@
-"""Comparison of a loop's losses in batches of several sizes, to warn of a loss that is not the mean over its samples.
+"""Comparison of a loop's losses in batches of several sizes: warns of one that is no mean over its samples.
 
 Workers' gradients are averaged by samples. That is one process's gradient if each worker's loss is the mean over
 its samples, times a number that all batches have in common, and terms that do not depend on samples.
@@ -81,7 +81,7 @@ class _Look(NamedTuple):
 
 
 class LossLooks:
-    """Looks at the losses of a worker's first epoch: of batches 1, 2, 4, 8, and those of other sizes than seen before.
+    """Looks at the losses of a worker's first epoch: of batches 1, 2, 4, 8 and so on, and of new sizes.
 
     Attributes:
         is_looking: whether losses of the present batch are looked at.

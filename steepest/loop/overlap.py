@@ -180,7 +180,7 @@ class Overlap:
             self._expected = self._counts
 
     def _has_values(self, seen: Mapping[int, Seen]) -> bool:
-        """Return whether the gradients that have left have the values with which they left, as far as is looked."""
+        """Return whether the gradients that have left still have their values, as far as these are compared."""
         self._guesses += 1
         often = self._guesses & (self._guesses - 1) == 0 or self._looks_often
         others = self._left.keys() != self._looked_at

@@ -1,4 +1,4 @@
-"""Buffers that forward passes change, each worker's by its own samples: what reads them is not what one process has."""
+"""Buffers that forward passes change by a worker's own samples: a loop that reads them differs from one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PASSES = 2  # in training that are looked at
 def tell_of_own_buffers(
     modules: Sequence[torch.nn.Module], rank: int, known: Collection[str] = ()
 ) -> None:
-    """Warn, in the first forward passes of training, of floating point buffers that modules of a user's change in them.
+    """Warn, in the first forward passes of training, of floating point buffers that a user's modules change there.
 
     Those of torch's own modules are left out: BatchNorm does not read its running statistics while it trains.
 

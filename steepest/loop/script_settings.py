@@ -56,7 +56,7 @@ class ScriptSettings:
         state: Mapping[str, Any],
         steps: Sequence[Callable[[], None]],
     ) -> str:
-        """Set optimizers' groups and schedulers to their values at the place of a state; describe the changed settings.
+        """Set optimizers' groups and schedulers to their values at a state's place; describe changed settings.
 
         Args:
             begun: the settings of the script that made the state.
@@ -200,7 +200,7 @@ def _listed(schedulers: Sequence[Sequence[Any]]) -> str:
 
 
 def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
-    """Check that no schedule is as long as the epochs of one worker's loader, where those of the job have fewer steps.
+    """Check that no schedule was made for the steps of one worker's loader, of which the job has fewer.
 
     Args:
         prepared: what was given to `prepare`.
@@ -235,7 +235,7 @@ def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
 
 
 def tell_of_schedules(prepared: Prepared, kept: Kept | None) -> None:
-    """Warn of schedules that begin anew in a worker that takes another's place, as no one has given them to steepest.
+    """Warn of schedules that begin anew in a successor because they were not given to steepest.
 
     Args:
         prepared: what was given to `prepare`.

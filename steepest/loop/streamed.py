@@ -1,4 +1,4 @@
-"""Iterable data sets of users' own loops: each worker reads all of one, and takes its own samples by their numbers."""
+"""Iterable data sets of users' own loops: each worker reads all of one, and takes its samples by number."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stream:
         self.keeps = 0
 
     def enter(self, epoch: int) -> None:
-        """Have the data set know the epoch that the loop enters, if it asks for that; its pass has yet to begin."""
+        """Tell the data set the epoch that the loop enters, if it has a method for that; its pass has yet to begin."""
         self._number = -1
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)

@@ -133,7 +133,7 @@ class SumWeights:
         self._is_said, self._present = True, weight
 
     def _said_share(self, weight: float, size: int) -> float:
-        """Return by what a backward pass is multiplied of a batch that weighs so much on this of `size` workers."""
+        """Return the factor of a backward pass, given the weight of its batch on this of `size` workers."""
         whole = self._total(weight)
         return weight * size / whole if whole else 0.0
 

@@ -1,4 +1,4 @@
-"""Rows of embedding tables in a user's own loop: pulled by the worker's thread, their gradients kept up to the step."""
+"""Rows of embedding tables in a user's own loop: the worker's thread pulls them; gradients wait for the step."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ _alone: Any = WeakTensorKeyDictionary()
 
 
 def clip_alone(parameters: Any, most: float) -> torch.Tensor:
-    """Clip gradients outside of a job as torch's function does, with those of rows in this process; return the norm."""
+    """Clip gradients, those of rows in this process included, outside of a job as torch does; return the norm."""
     every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     sources = list({id(_alone[each]): _alone[each] for each in every if each in _alone}.values())
     if not sources:

@@ -58,7 +58,7 @@ class Ticks:
         self.at, self._batches = step, self._loop.batches.count - (unticked or 0)
 
     def catch_up(self, update: int) -> None:
-        """Step the scheduler for the updates up to one, of which this worker has had no samples, if it counts them."""
+        """Step the scheduler, if it counts updates, for those up to one in which this worker had no samples."""
         while self.by_step and self.at < update:
             self.at += 1
             self._step()

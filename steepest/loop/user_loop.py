@@ -607,7 +607,7 @@ class UserLoop:
         return (self.at_step + 1) * (self.job.kind.local or 1) - 1
 
     def _own_updates(self, where: Where, more: int = 0) -> int:
-        """Return how many updates there are before a batch, and so many batches more: steps', or a worker's own."""
+        """Return the number of updates, of steps or of a worker itself, before a batch plus a number of batches."""
         if not self.job.kind.local:
             return where.step
         part, parts = where.part
@@ -626,7 +626,7 @@ class UserLoop:
 
     @property
     def place_number(self) -> int:
-        """The number of the place where the loop is, the same on all workers: each is greater than those before."""
+        """The number of the loop's place: the same on all workers, and greater than those of earlier places."""
         is_end = self.gatherer.region is Region.END
         if not self.job.kind.together:  # each worker has as many batches in an epoch as it manages
             return (

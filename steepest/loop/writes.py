@@ -19,7 +19,7 @@ Before = tuple[torch.Tensor, torch.Tensor | None, list[int]]
 
 
 class LoopWrites(WriteCheck):
-    """A check around each turn of a user's loop, which may write to trained parameters if it undoes that before a step.
+    """A check around each turn of a user's loop: writes to trained parameters have to be undone before a step.
 
     Sharpness-aware minimisation does so. What it leaves of roundings is undone. Weights are compared with a copy
     in the first turns, in which a loop that writes is found out, and from the first turn on in which it did. They

@@ -272,7 +272,7 @@ class History(Sequence[dict[str, Any]]):
             self.behind = dict(behind or {})
 
     def end(self, step: int) -> None:
-        """Remove the rows of a step and of later ones, except events: those in which no worker had anything to do."""
+        """Remove the rows, except events, from a step on: no worker had samples in these steps."""
         with self._lock:
             self._take_events()
             self._cut(step)

@@ -158,7 +158,11 @@ class GrowingFile:
         return identity != self._identity or size < self._read
 
     def rows(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the rows of the lines that are whole since; None for each that is none. OSError: it is not there."""
+        """Yield the rows of the lines that are whole since; None for each that is none.
+
+        Raises:
+            OSError: it is not there.
+        """
         with open_file(self._path) as file:
             self._identity, _ = _identity(file)
             file.seek(self._read)

@@ -350,7 +350,11 @@ class _Uploads:
         return large
 
     def end(self) -> None:
-        """Upload all files for the last time, and remove the directory; OSError: the store cannot be reached."""
+        """Upload all files for the last time, and remove the directory.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
         with self._kept:
             self.upload()
 

@@ -86,7 +86,7 @@ class Reports:
                 self._shown[worker] = number
 
     def rows(self) -> list[dict[str, float]]:
-        """Return the means by name, one row for each call; what one worker alone has reported is a row of its own."""
+        """Return the means by name, one row for each call; reports of a single worker have rows of their own."""
         of_places = [calls for _, calls in sorted(self._calls.items())]
         return [_means(row) for calls in of_places for row in _rows(calls)]
 
@@ -100,7 +100,7 @@ class Reports:
         return means
 
     def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Continue with the rows of the file, of a program before; no row of the history of this one tells of them."""
+        """Continue with the rows of an earlier program's file, which no row of this program's history has."""
         for row in rows:
             worker, number = row["worker"], row["call"]
             values = {n: math.nan if v is None else float(v) for n, v in row["values"].items()}

@@ -40,7 +40,11 @@ def add_program_arguments(parser: argparse.ArgumentParser, *, optional: bool = F
 
 
 def program_of(options: argparse.Namespace, *, exists: bool = True) -> Program:
-    """Return the program that options name; ConfigurationError: no such file, if it must exist, or no shell words."""
+    """Return the program that options name.
+
+    Raises:
+        ConfigurationError: no such file, if it must exist, or no shell words.
+    """
     if exists and not Path(options.script).is_file():
         raise ConfigurationError(
             f"there is no program {options.script!r}: give the path of a Python file"
@@ -73,7 +77,11 @@ def job_name(options: argparse.Namespace, default: str = "") -> str:
 
 
 def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Return "KEY=VALUE" texts, given with an option, as a mapping; ConfigurationError: one has no "=" or no key."""
+    """Return "KEY=VALUE" texts, given with an option, as a mapping.
+
+    Raises:
+        ConfigurationError: one has no "=" or no key.
+    """
     for text in texts:
         if not re.fullmatch(r"[^=\s]+=\S*", text):
             raise ConfigurationError(f"{option}={text!r}: give KEY=VALUE")
@@ -81,7 +89,11 @@ def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def write(text: str, output: str | None) -> None:
-    """Write a text to a file, or to standard output where none is named; ConfigurationError: it cannot be written."""
+    """Write a text to a file, or to standard output where none is named.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
     if output is None:
         sys.stdout.write(text)
         return

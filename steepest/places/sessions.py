@@ -122,7 +122,11 @@ def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Return the parts of an address; ConfigurationError: it is not "host:port" or, over IPv6, "[host]:port"."""
+    """Return the parts of an address.
+
+    Raises:
+        ConfigurationError: it is not "host:port" or, over IPv6, "[host]:port".
+    """
     match = re.fullmatch(r"(?:\[([^][/]+)\]|([^][/:]+)):(\d+)", address, re.ASCII)
     if match is None or not 0 < int(match[3]) < 65536:
         raise ConfigurationError(

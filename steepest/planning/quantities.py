@@ -76,7 +76,11 @@ def bytes_of(value: str | float) -> float:
 
 
 def numbers_of(name: str, text: str) -> list[int]:
-    """Return the counts in a text such as "1,2,4", ascending and each once; ConfigurationError: it has none."""
+    """Return the counts in a text such as "1,2,4", ascending and each once.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
     try:
         numbers = sorted({int(each) for each in text.split(",") if each.strip()})
     except ValueError:

@@ -432,7 +432,7 @@ def _by_time(layout: ParameterLayout, times: Mapping[str, float]) -> list[tuple[
 def _held_back(
     ready: list[tuple[float, int]], holders: Sequence[Sequence[int]], profile: Profile
 ) -> list[tuple[float, int]]:
-    """Return the same with the last chunk for each server at the end of the step, where a model may take them back."""
+    """Return the same, with each server's last chunk at the end of the step if a model may take chunks back."""
     if not profile.holds_back:
         return ready
     last = {server: chunk for _, chunk in ready for server in holders[chunk]}

@@ -304,7 +304,11 @@ class Network:
         return any(map(math.isfinite, [*hung, *(link.held_until for link in self._late)]))
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
-        """Give every process its turns until a condition holds; DeadlineError: nothing moves, not even in an hour."""
+        """Give every process its turns until a condition holds.
+
+        Raises:
+            DeadlineError: nothing moves, not even in an hour.
+        """
         self._idle = 0
         while not done():
             self._round(what)

@@ -107,7 +107,7 @@ class FaultScript:
         watch_applying(server, reached)
 
     def __call__(self, link: Link, message: Message) -> list[tuple[Message, int]]:
-        """Return what becomes of a message at the link where it arrives: (message, rounds that it takes more) pairs."""
+        """Return the fate of a message at its link: pairs of a message and the further rounds that it takes."""
         source, target = message.source, message.target
         assert source is not None
         assert target is not None

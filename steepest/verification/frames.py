@@ -117,7 +117,7 @@ def scopes_of(
 
 
 def _scopes_of(value: Any) -> list[Scope]:
-    """Return what a function, a generator or a module of the user's has beside its locals; none for anything else."""
+    """Return the variables of a user's function, generator or module beside its locals; none for anything else."""
     if isinstance(value, FunctionType) and is_users(value.__code__.co_filename):
         code = value.__code__
         file = os.path.basename(code.co_filename)

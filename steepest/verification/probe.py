@@ -1,4 +1,4 @@
-"""In the process of a run: notes what a function that trains does, step by step, and kills it where the run says so."""
+"""In the process of a run: notes a training function's steps, and kills the process where the run says so."""
 
 from __future__ import annotations
 

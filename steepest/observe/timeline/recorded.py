@@ -39,7 +39,7 @@ class ClockReading:
 
     @classmethod
     def of_trip(cls, sent: float, told: float, heard: float) -> ClockReading:
-        """Return what one round trip says: the clock was asked at `sent`, showed `told`, and was heard at `heard`."""
+        """Return the reading of a round trip: asked at `sent`, the clock showed `told`, and was heard at `heard`."""
         middle = (sent + heard) / 2
         return cls(middle, told - middle, (heard - sent) / 2)
 

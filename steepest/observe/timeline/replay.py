@@ -123,7 +123,7 @@ def _computed(
 
 
 def _needed(trace: ParsedTrace, version: VersionSpans) -> int:
-    """Return how many workers' gradients a version had: all, but for backup workers' that came after the commit."""
+    """Return how many workers' gradients a version had: all except backup workers' that came after the commit."""
     limit = version.committed + 2 * trace.error + _TOLERANCE
     return max(sum(each.ready <= limit for each in version.work.values()), 1)
 
