@@ -32,7 +32,9 @@ def children(pid: int) -> set[int]:
     [
         (signal.SIGINT, -signal.SIGINT),
         (signal.SIGTERM, 128 + signal.SIGTERM),
-        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(
+            signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full
+        ),  # see test_jobs_on_processes
     ],
 )
 def test_no_process_is_left(sent: signal.Signals, status: int) -> None:
