@@ -32,9 +32,7 @@ def children(pid: int) -> set[int]:
     [
         (signal.SIGINT, -signal.SIGINT),
         (signal.SIGTERM, 128 + signal.SIGTERM),
-        pytest.param(
-            signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full
-        ),  # see test_jobs_on_processes
+        (signal.SIGKILL, -signal.SIGKILL),
     ],
 )
 def test_no_process_is_left(sent: signal.Signals, status: int) -> None:
