@@ -121,9 +121,9 @@ class DelayedRows:
             self._next = own
 
     def _with_kept(self, own: _DelayedGradient) -> _DelayedGradient:
-        """Return a gradient joined with the one before; each keeps its own weight.
+        """Return the sum of a gradient and the one before, each the mean over its own samples.
 
-        A push has one weight of samples: if it has changed, the earlier gradient counts by the present one.
+        A push has one weight of samples. If the weights differ, the earlier mean is scaled to the present one.
         """
         before = self._kept
         if before is None:
