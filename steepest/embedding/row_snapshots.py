@@ -160,7 +160,6 @@ class RowSnapshots:
             writer.files, begun.marks = [], {}
             self._send(reader, _record(sequence, begun, told, waits=waits))
             if not waits:
-                writer.close()
                 del self._begun[reader, sequence]
                 self._send(reader, begun.end.pack())
 

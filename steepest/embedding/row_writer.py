@@ -12,14 +12,14 @@ import torch
 from steepest.checkpoint.manifest import TABLES
 from steepest.checkpoint.safetensors_file import write_tensors
 from steepest.checkpoint.saved_rows import shards_in
-from steepest.core.system import Queue, system
+from steepest.core.system import system
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import StoragePlace
 from steepest.embedding.row_files import OnRouter, Records, SnapshotStorage
 
-#: The size from which a part becomes a file; pieces are awaited again when no more than this is unwritten.
+#: The size from which a part becomes a file; while one is written, the next comes.
 PART_BYTES = 64 << 20
-_Part = tuple[StoragePlace, dict[str, torch.Tensor], int]
+_Part = tuple[StoragePlace, dict[str, torch.Tensor]]
 
 
 def is_stamp(text: str) -> bool:
@@ -40,6 +40,7 @@ class RowWriter:
     Attributes:
         files: the manifest's entries for the files written so far; whoever reports them empties it.
         error: the error that ended writing, or None.
+        is_busy: whether a file is being written.
     """
 
     def __init__(
@@ -57,22 +58,17 @@ class RowWriter:
         self._names: list[StoragePlace] = []
         self._part: dict[str, list[torch.Tensor]] = {}
         self._size = 0  # of the part
-        self._left = 0  # bytes that the thread has not written
-        self._room: list[Callable[[], None]] = []  # wait for it
+        self._ready: list[_Part] = []  # are to be written
+        self._room: list[Callable[[], None]] = []  # wait until none is
         self._over: Callable[[], None] | None = None  # waits for the end
-        self._parts: Queue[_Part | None] | None = None  # while there is a thread
         self._dropped = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a file is being written."""
-        return self._left > 0
+        self.is_busy = False
 
     def put(self, piece: Records, then: Callable[[], None], directory: str | None = None) -> None:
         """Take a piece, and call `then` when the next one may follow; `directory` replaces the folder from now on."""
         if directory is not None and Path(directory) != self._folder:
             if self._part:
-                self._start()
+                self._end_part()
             self._folder = Path(directory)
         for description, value in piece:
             if description["key"] != "life":
@@ -81,40 +77,36 @@ class RowWriter:
                 )
                 self._size += value.nbytes
         if self._size >= PART_BYTES:
-            self._start()
+            self._end_part()
         self._room.append(then)
         self._go_on()
 
     def finish(self, then: Callable[[], None]) -> None:
         """Write the rest, and call `then` when all files are written or one has failed."""
         if self._part:
-            self._start()
+            self._end_part()
         self._over = then
         self._go_on()
 
     def drop(self) -> None:
         """Stop writing, and remove the files."""
-        self._dropped, self._room, self._over = True, [], None
-        if self._parts is None:
-            self._discard()
-        self.close()
-
-    def close(self) -> None:
-        """End the thread after the parts that it was given."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.put(None)
+        self._dropped, self._room, self._over, self._ready = True, [], None, []
+        if not self.is_busy:
+            self._aside(self._discard)
 
     def _go_on(self) -> None:
-        """Call the waiting functions whose condition holds."""
-        while self._room and (self._left <= PART_BYTES or self.error is not None):
+        """Write the next part if none is being written, and call the waiting functions whose condition holds."""
+        if self._ready and not self.is_busy and self.error is None:
+            self.is_busy, part = True, self._ready.pop(0)
+            self._aside(lambda: self._write(part))
+        while self._room and (not self._ready or self.error is not None):
             self._room.pop(0)()
-        if self._over is not None and (not self._left or self.error is not None):
+        if self._over is not None and (self.error is not None or not (self._ready or self.is_busy)):
             over, self._over = self._over, None
             over()
 
-    def _start(self) -> None:
-        """Give the part to the thread."""
+    def _end_part(self) -> None:
+        """Have the part written when those before it are."""
         file = (
             self._folder / f"{TABLES}-{self._stamp}-{self._server}-{len(self._names)}.safetensors"
         )
@@ -122,44 +114,37 @@ class RowWriter:
             name: arrays[0] if len(arrays) == 1 else torch.cat(arrays)
             for name, arrays in self._part.items()
         }
-        part, self._part, self._size = (file, tensors, self._size), {}, 0
-        if self.error is not None:
-            return
         self._names.append(file)
-        self._left += part[2]
-        if self._call is None:
-            self._wrote(part, *self._written(part))
-            return
-        if self._parts is None:
-            self._parts = system().queue()
-            parts, call = self._parts, self._call
-            system().start(lambda: self._serve(parts, call), "steepest-rows")
-        self._parts.put(part)
+        self._ready.append((file, tensors))
+        self._part, self._size = {}, 0
 
-    def _serve(self, parts: Queue[_Part | None], call: OnRouter) -> None:
-        """Write parts until None comes; on the thread."""
-        while (part := parts.get()) is not None:
-            file, error = self._written(part)
-            call(lambda part=part, file=file, error=error: self._wrote(part, file, error))  # type: ignore[misc]
-            del part
+    def _aside(self, work: Callable[[], None]) -> None:
+        """Do something on a thread of its own, if there may be one."""
+        if self._call is None:
+            work()
+        else:
+            system().start(work, "steepest-rows")
+
+    def _write(self, part: _Part) -> None:
+        """Write a part, and note the outcome on the router's thread."""
+        outcome = self._written(*part)
         if self._dropped:
             self._discard()
+        (self._call or (lambda note: note()))(lambda: self._wrote(*outcome))
 
-    def _written(self, part: _Part) -> tuple[dict[str, Any], Exception | None]:
-        """Write a part; return the manifest's entry for its file, and the error if that failed."""
-        path, tensors, _ = part
-        if self._dropped or self.error is not None:
-            return {}, None
+    def _written(
+        self, path: StoragePlace, tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, Any], Exception | None]:
+        """Write a file; return the manifest's entry for it, and the error if that failed."""
         try:
             description = write_tensors(path, tensors, write=self._storage.write)
         except Exception as error:  # noqa: BLE001 - it travels
             return {}, error
         return {"name": path.name, **description, "shards": list(shards_in(tensors))}, None
 
-    def _wrote(self, part: _Part, file: dict[str, Any], error: Exception | None) -> None:
+    def _wrote(self, file: dict[str, Any], error: Exception | None) -> None:
         """Note the outcome of a part."""
-        self._left -= part[2]
-        self.error = self.error or error
+        self.is_busy, self.error = False, self.error or error
         if file:
             self.files.append(file)
         self._go_on()
