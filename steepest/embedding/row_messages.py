@@ -90,8 +90,9 @@ class RowsToRead(NamedTuple):
 
 
 #: The key of the record that stands for a piece that a server has written: JSON of "files" that are written, as a
-#: manifest has them, and by shard's name "marks", in the order of `MARKS`, -1 for none; or of an "error".
+#: manifest has them, and the number of the snapshot for which they are "kept", or 0; or of an "error".
 WRITTEN = "written_files"
+#: The keys of the records of what a shard is, which come with its first piece, written or not.
 MARKS = ("updates", "seed", "clock", "since", "life")
 
 

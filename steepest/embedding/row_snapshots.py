@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,6 @@ class _Begun:
     away: bool = False  # whether that place was not reached
     written: int = 0  # pieces given to it
     last: tuple[int, str] = (0, "")  # the chunk of the last one, and its name
-    marks: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # of those whose first piece was written, not told yet
 
 
 class RowSnapshots:
@@ -156,8 +153,7 @@ class RowSnapshots:
                 del self._begun[reader, sequence]
                 writer.drop()
                 return
-            told = {"files": writer.files, "marks": begun.marks, "kept": begun.kept}
-            writer.files, begun.marks = [], {}
+            told, writer.files = {"files": writer.files, "kept": begun.kept}, []
             self._send(reader, _record(sequence, begun, told, waits=waits))
             if not waits:
                 del self._begun[reader, sequence]
@@ -168,13 +164,9 @@ class RowSnapshots:
             return
         held, records = piece
         begun.last = held.chunk.index, records[0][0]["name"]
-        known = {
-            description["key"]: value
-            for description, value in records
-            if description["key"] in MARKS
-        }
-        if known:
-            begun.marks[begun.last[1]] = [int(known[key]) if key in known else -1 for key in MARKS]
+        marks = [record for record in records if record[0]["key"] in MARKS]
+        for message in _messages(sequence, held, marks, waits=False):
+            self._send(reader, message)
         folder = held.directory if begun.kept else None
         writer.put(records, lambda: tell(waits=True), folder)
 
@@ -213,11 +205,13 @@ def _record(sequence: int, begun: _Begun, told: Mapping[str, Any], *, waits: boo
     return StateTensor(sequence, chunk, **fields, waits=waits).pack(payload)
 
 
-def _messages(sequence: int, held: TableChunk, piece: Records) -> list[Message]:
-    """Return a piece as messages; after the last one the reader owes a READ_ON."""
+def _messages(
+    sequence: int, held: TableChunk, piece: Records, *, waits: bool = True
+) -> list[Message]:
+    """Return a piece as messages; after the last one the reader owes a READ_ON if the server waits."""
     last, chunk = len(piece) - 1, held.chunk.index
     parts = [state_fields(description, value) for description, value in piece]
     return [
-        StateTensor(sequence, chunk, **fields, waits=at == last).pack(payload)
+        StateTensor(sequence, chunk, **fields, waits=waits and at == last).pack(payload)
         for at, (fields, payload) in enumerate(parts)
     ]

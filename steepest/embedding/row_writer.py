@@ -16,6 +16,7 @@ from steepest.core.system import system
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import StoragePlace
 from steepest.embedding.row_files import OnRouter, Records, SnapshotStorage
+from steepest.embedding.row_messages import MARKS
 
 #: The size from which a part becomes a file; while one is written, the next comes.
 PART_BYTES = 64 << 20
@@ -71,7 +72,7 @@ class RowWriter:
                 self._end_part()
             self._folder = Path(directory)
         for description, value in piece:
-            if description["key"] != "life":
+            if description["key"] not in MARKS:  # which the manifest has
                 self._part.setdefault(f"{description['name']}/{description['key']}", []).append(
                     value
                 )

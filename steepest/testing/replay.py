@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.saved_rows import CheckpointRows
+from steepest.checkpoint.saved_rows import TABLES, CheckpointRows
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
 from steepest.core.engine.exchange import Exchange, PushPull
 from steepest.core.engine.hosting import build_replicas
@@ -97,8 +97,15 @@ def replay_state(
     Names of the optimizer's state are "parameter/key", those of shards of embedding tables "tables/shard/key".
     """
     carried = _replay_all(log, model_creator, checkpoint)
-    rows = () if carried.rows is None else carried.rows.layers[0].files
-    return carried.state | {name: array for file in rows for name, array in file.arrays.items()}
+    found = dict(carried.state)
+    if carried.rows is not None:
+        for file in carried.rows.layers[0].files:
+            found |= file.arrays
+        for shard, mark in enumerate(carried.rows.marks):
+            known = {"updates": mark.updates, "seed": mark.seed, "clock": mark.clock}
+            known = {key: n for key, n in known.items() if n or key != "clock"}
+            found |= {f"{TABLES}{shard}/{key}": torch.tensor([n]) for key, n in known.items()}
+    return found
 
 
 def _replay_all(

@@ -92,9 +92,9 @@ class ArrivedRows:
         if key in MARKS:
             shard = int(about["name"].removeprefix(TABLES))
             self._marks.setdefault(shard, {})[key] = int(value)
-        if key != "life":
-            self._records.append(record)
-            self.size += value.nbytes
+            return
+        self._records.append(record)
+        self.size += value.nbytes
 
     def _note(self, told: dict[str, Any]) -> None:
         """Note the files that a server has written."""
@@ -102,9 +102,6 @@ class ArrivedRows:
             raise CheckpointError(told["error"])
         self.kept = told["kept"]
         self.files += told["files"]
-        for name, values in told["marks"].items():
-            known = {key: n for key, n in zip(MARKS, values, strict=True) if n != -1}
-            self._marks[int(name.removeprefix(TABLES))] = known
 
     def part(self) -> dict[str, torch.Tensor]:
         """Return the rows that no part has, as arrays by name."""
