@@ -16,7 +16,12 @@ from steepest.checkpoint.row_values import wide
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.optim.portable import Record
+from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.modules import Embedding, EmbeddingBag, tables_of
+from steepest.embedding.restored_shards import MADE, RestoredShards, RowsWanted
+from steepest.embedding.table_chunk import TableChunk
+from steepest.runtime.state.row_read import rows_of as rows_of_state
 from steepest.tables.initial import Zeros
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
@@ -188,6 +193,25 @@ def rows_of(cluster: InProcessCluster) -> dict[str, Tensor]:
     layout = cluster.job.description.layout
     records = cluster.snapshot("state").records
     return ordered(assemble(layout, records)[0])
+
+
+def installable(cluster: InProcessCluster, records: Sequence[Record]) -> Sequence[Record]:
+    """Records of a state with those that stand for its rows, of which each server gets the shards made."""
+    dealing, saved = dealing_of(cluster.job), rows_of_state(cluster.job, records)
+    if dealing is None or saved is None:
+        return records
+    for server in cluster.servers:
+        held = [each for each in server.chunks.values() if isinstance(each, TableChunk)]
+        made, chunks = RestoredShards(), [each.chunk.index for each in held]
+        assert not any(made.read(RowsWanted(-1, chunks, dealing, saved)))
+        for each in held:
+            each.made = made
+    about = {"key": MADE, "start": 0, "stop": 1, "plain": False}
+    stand = [
+        (chunk, {**about, "name": dealing.name(chunk)}, torch.tensor([-1]))
+        for chunk in dealing.chunks
+    ]
+    return [record for record in records if record[0] not in dealing.chunks] + stand
 
 
 def ordered(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -147,30 +147,28 @@ class TableChunk(HeldChunk):
         Raises:
             ProtocolError: it is none of this shard.
         """
-        self.check_state(about, value)
+        if about.get("name") != self._name or not isinstance(about.get("key"), str):
+            raise ProtocolError(f"a state of {about.get('name')!r:.80} for {self._name}")
         self._loaded.setdefault(about["start"], {})[about["key"]] = value
 
     def end_state(self) -> None:
         """Make rows of the records that were loaded; ProtocolError: they are not a state of this shard."""
-        if self._loaded:
-            pieces, self._loaded = self._loaded, {}
-            self.rows = self._taken(pieces) if MADE in pieces.get(0, {}) else self._made_of(pieces)
+        pieces, self._loaded = self._loaded, {}
+        if (stands := pieces.get(0, {}).get(MADE)) is not None:
+            assert self.made is not None
+            made = self.made.take(self._number_of(stands), self.chunk.index)
+            assert made is not None
+            self.rows = made
+        elif pieces:
+            self.rows = self._made_of(pieces)
 
-    def _taken(self, pieces: _Pieces) -> TableShard:
-        """Return the shard that this process has made, for which a record stands."""
-        number = self._number_in(pieces)
-        assert self.made is not None
-        made = self.made.take(number, self.chunk.index)
-        assert made is not None
-        return made
-
-    def _number_in(self, pieces: _Pieces) -> int:
+    def _number_of(self, stands: torch.Tensor) -> int:
         """Return the number of a restore for which this process has made the shard.
 
         Raises:
             ProtocolError: it has not.
         """
-        number = int(pieces[0][MADE].reshape(-1)[0])
+        number = int(stands[0])
         if self.made is None or not self.made.has(number, self.chunk.index):
             raise ProtocolError(f"{self._name} of restore {number} is not in this process")
         return number
@@ -193,19 +191,15 @@ class TableChunk(HeldChunk):
             yield piece
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Check that a record is of this shard; ProtocolError otherwise."""
-        if about.get("name") != self._name or not isinstance(about.get("key"), str):
+        """Check that a record stands for this shard; ProtocolError otherwise: rows themselves come by no message."""
+        is_one = value.dtype is torch.int64 and value.shape == (1,)
+        if about.get("name") != self._name or about.get("key") != MADE or not is_one:
             raise ProtocolError(f"a state of {about.get('name')!r:.80} for {self._name}")
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Check that some records are a state of this shard; ProtocolError otherwise."""
-        pieces: _Pieces = {}
-        for about, value in records:
-            pieces.setdefault(about["start"], {})[about["key"]] = value
-        if MADE in pieces.get(0, {}):
-            self._number_in(pieces)
-        elif pieces:
-            self._made_of(pieces)
+        """Check that this process has made the shard for which a record stands; ProtocolError otherwise."""
+        for _, value in records:
+            self._number_of(value)
 
     def take_from(self, other: HeldChunk) -> bool:
         """Take the rows of the same shard."""

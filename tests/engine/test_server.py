@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from steepest.core.engine import put_states
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
 from steepest.core.messages.gradients import CommitOrder, HostPush, Push
@@ -282,30 +280,6 @@ def test_states_that_are_put_have_room_for_any_optimizer_but_not_for_everything(
         arriving(8192, 3)
     job.server.lost(CLIENT, "reset")
     assert arriving(8192, 1) is not None, "states of a client that is gone make room"
-
-
-def test_rows_that_are_put_and_never_installed_have_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of any table as many as the machine takes, less what it needs for the rest."""
-    monkeypatch.setattr(put_states, "free_bytes", lambda: (1 << 20) - 1 - states._rows())
-    shard: Any = SimpleNamespace(is_opaque=True, check_state=lambda about, value: None)
-    states = put_states.PutStates(0, {0: shard}, lambda *_: None, lambda _: None, checked=False)
-    size = 1 << 16
-
-    def put(sequence: int) -> None:
-        states.make_room_for_rows(size)
-        about = {"name": "t", "key": "rows", "start": 0, "stop": 1, "plain": False}
-        part = PutState(sequence, 0, shape=[size], dtype="uint8", number=1, **about)
-        states.receive(CLIENT, part.pack(torch.zeros(size).byte()))
-
-    for _ in range(15):
-        put(1)
-    with pytest.raises(ProtocolError, match="65536 bytes beside 983040 of rows that are not inst"):
-        put(2)
-    states.lost(CLIENT)
-    put(3)  # states of a client that is gone make room
-    assert len(states) == 1
 
 
 # -- pushes that come too early -----------------------------------------------------------------

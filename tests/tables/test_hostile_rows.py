@@ -14,6 +14,7 @@ import torch
 from steepest.core.messages.message import Kind, Message
 from steepest.core.tensors.memory import as_tensor, clone
 from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.restored_shards import MADE
 from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
@@ -226,51 +227,20 @@ def test_gradients_that_overflow_are_infinite() -> None:
         assert np.isinf(rows.times(1e30).times(factor).gradients).all()
 
 
-Arrays = dict[str, torch.Tensor]
-STATES: dict[str, Callable[[Arrays], Arrays]] = {
-    "a row of a later version": lambda a: a | {"written": a["written"] + 2},
-    "a row of no version": lambda a: a | {"written": a["written"] * 0 - 1},
-    "an id twice": lambda a: a | {"ids": a["ids"] * 0 + a["ids"][0]},
-    "a negative id": lambda a: a | {"ids": -a["ids"] - 1},
-    "a table too many": lambda a: a | {"tables": a["tables"] + 1},
-    "negative sightings": lambda a: a | {"sightings": -a["sightings"]},
-    "an array that no state has": lambda a: a | {"frozen": torch.tensor([5]).int()},
-    "a number of updates too small": lambda a: a | {"updates": a["updates"] - STEPS},
-    "no number of updates": lambda a: a | {"updates": a["updates"][:0]},
-    "a seed that is none": lambda a: a | {"seed": torch.tensor([0.5])},
-    "no values": lambda a: {key: value for key, value in a.items() if key != "values"},
-    "fewer values": lambda a: a | {"values": a["values"][:-1]},
-    "wider values": lambda a: a | {"values": a["values"].repeat(1, 2)},
-    "other values": lambda a: a | {"values": a["values"].float(), "slots": a["slots"].float()},
-    "an array that is none of a state": lambda a: a | {"weights": a["values"]},
-    "counts of a table too many": lambda a: (
-        a
-        | {"counted_tables": torch.tensor([7]).int(), "counted_ids": torch.tensor([1])}
-        | {"counted": torch.tensor([1]).int()}
-    ),
-}
-
-
-def test_a_wrong_state_is_refused_as_a_whole() -> None:
+@pytest.mark.parametrize("key", ["ids", MADE])
+def test_rows_that_a_client_puts_are_refused(key: str) -> None:
+    """They come from files alone, and as what the server's process has made of these."""
     cluster = job("sync")
     trained(cluster, STEPS)
     before, weights = rows_of(cluster), cluster.weights()
     snapshot = cluster.snapshot("state")
-    chunk = max(c for c, about, _ in snapshot.records if c in USERS and about["key"] == "ids")
-    arrays = {about["key"]: value for c, about, value in snapshot.records if c == chunk}
-    assert len(arrays["ids"]) > 1
-    about = next(about for c, about, _ in snapshot.records if c == chunk)
-    others = [record for record in snapshot.records if record[0] != chunk]
+    chunk, about, _ = next(each for each in snapshot.records if each[0] in USERS)
+    wrong = chunk, {**about, "key": key, "start": 0, "stop": 1}, torch.tensor([3])
     zeros = torch.zeros_like(snapshot.weights)
-    for number, (what, change) in enumerate(STATES.items(), 1):
-        wrong = [
-            (chunk, {**about, "key": key, "stop": len(value)}, value)
-            for key, value in change(arrays).items()
-        ]
-        installing = cluster.client.install(STEPS, zeros, others + wrong, None)
-        with pytest.raises(ConfigurationError, match="nothing of which is installed: tables/"):
-            cluster.wait(installing, "an install")
-        assert refused(cluster) == number, what
-        assert same_rows(rows_of(cluster), before), what
-        assert same_bits(cluster.weights(), weights)
+    installing = cluster.client.install(STEPS, zeros, [wrong], None)
+    with pytest.raises(ConfigurationError, match="nothing of which is installed: "):
+        cluster.wait(installing, "an install")
+    assert refused(cluster) > 0
+    assert same_rows(rows_of(cluster), before)
+    assert same_bits(cluster.weights(), weights)
     trained(cluster, STEPS)

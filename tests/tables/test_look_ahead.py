@@ -35,6 +35,7 @@ from steepest.testing.inspection import exchange_of
 from tests.fuzzing import Recorder
 from tests.reference import same_bits
 from tests.said import heard
+from tests.table_tasks import installable
 from tests.tables.rows_ahead import IDS, TARGETS, Net, creator, falling, row_of
 
 
@@ -369,7 +370,8 @@ def test_a_generation_forgets_what_was_asked_for() -> None:
         cluster.step(3)
         snapshot = cluster.snapshot("state")
         cluster.step(2)
-        install = cluster.client.install(3, snapshot.weights, snapshot.records, None)
+        records = [*installable(cluster, snapshot.records)]
+        install = cluster.client.install(3, snapshot.weights, records, None)
         cluster.wait(install, "an install")
         cluster.step(3)
     assert same_bits(plain.weights(), ahead.weights())

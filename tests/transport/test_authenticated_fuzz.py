@@ -24,7 +24,7 @@ from tests.fuzzing import Recorder, go_on, tell
 from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import check, check_counts, make, trained
 from tests.reference import Task, Weights, same_bits, sgd
-from tests.table_tasks import rows_of, table_task
+from tests.table_tasks import installable, rows_of, table_task
 from tests.unusual_optimizers import Raising
 
 STEPS = 3
@@ -90,9 +90,8 @@ def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
     snapshot = cluster.snapshot("state")
     cluster.log()
     cluster.wait(cluster.client.stop(), "a stop")
-    cluster.wait(
-        cluster.client.install(STEPS, snapshot.weights, snapshot.records, None), "an install"
-    )
+    records = [*installable(cluster, snapshot.records)]
+    cluster.wait(cluster.client.install(STEPS, snapshot.weights, records, None), "an install")
     cluster.wait(cluster.client.counters(), "counters")
     cluster.wait(cluster.client.revoke(), "a new generation")
     return weights, (*recorder.seen, *said_in_trouble(name))

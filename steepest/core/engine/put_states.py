@@ -13,14 +13,12 @@ from steepest.core.engine.optimizer_records import state_tensor
 from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
 from steepest.core.optim.portable import Record
-from steepest.core.tensors.free_memory import free_bytes
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
-# all dense states that are not installed may have 64 times the bytes of the weights, and 1 GiB more
+# all states that are not installed may have 64 times the bytes of the weights, and 1 GiB more
 _TIMES = 64
 _ALWAYS = 1 << 30
-_TIMES_FREE = 16  # all rows that are not installed may have 16 times the bytes of the free memory
 
 
 @dataclass(slots=True)
@@ -30,7 +28,6 @@ class _ArrivingPut:
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
     state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
     replaces_state: bool = False
-    rows: int = 0  # bytes of the state of opaque chunks
 
 
 class PutStates:
@@ -81,33 +78,11 @@ class PutStates:
                 f"{size} bytes beside {held} of states that are not installed: server {self._server} takes {most}"
             )
 
-    def make_room_for_rows(self, size: int) -> None:
-        """Check that the machine has room for `size` bytes of an opaque chunk; ProtocolError: it has not.
-
-        No server knows beforehand how many rows a client will put.
-        """
-        if self._is_short_of(size):
-            self._drop_lost()
-            if self._is_short_of(size):
-                raise ProtocolError(
-                    f"{size} bytes beside {self._rows()} of rows that are not installed: server {self._server} has "
-                    "not so much memory"
-                )
-
-    def _is_short_of(self, size: int) -> bool:
-        free = free_bytes()
-        return free is not None and (size > free or self._rows() + size > _TIMES_FREE * free)
-
-    def _rows(self) -> int:
-        """Return the bytes of all states of opaque chunks."""
-        return sum(put.rows for put in self._puts.values())
-
     def _held(self) -> int:
-        """Return the bytes of all states, but for those of opaque chunks."""
-        dense = {index for index, held in self._chunks.items() if not held.is_opaque}
+        """Return the bytes of all states."""
         return sum(
             sum(payload.nbytes for payload in put.weights.values())
-            + sum(value.nbytes for index, _, value in put.state if index in dense)
+            + sum(value.nbytes for _, _, value in put.state)
             for put in self._puts.values()
         )
 
@@ -152,7 +127,6 @@ class PutStates:
                 if put.replaces_state:
                     raise ProtocolError("optimizer state after REPLACE_STATE, its last message")
                 put.state.append((part.chunk, part.about, value))
-                put.rows += value.nbytes if held.is_opaque else 0
             case ReplaceState():
                 put = self._put_of(source, part)
                 try:

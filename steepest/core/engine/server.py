@@ -274,14 +274,9 @@ class Server:
         held = self.chunks.get(message.body.chunk)
         if message.kind is Kind.PUT_STATE:
             size = checked_state_size(message.body, size)
-            if held is None or not held.is_opaque:
-                self._puts.make_room(size)
-            else:
-                self._puts.make_room_for_rows(size)
         elif held is None or size != held.chunk.nbytes:
             raise self._unfit(message, size, held)
-        else:
-            self._puts.make_room(size)
+        self._puts.make_room(size)
         return torch.empty(size, dtype=torch.uint8)
 
     def _unfit(
