@@ -27,6 +27,7 @@ from steepest.tables import tiered_rows
 from steepest.tables.row_optimizers import Adagrad
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
+from tests.step_callbacks import Watch
 from tests.table_jobs import trainer, words
 from tests.table_tasks import mostly_long
 
@@ -108,6 +109,26 @@ def test_rows_are_on_another_node_when_one_is_lost(tmp_path: Path) -> None:
         assert len({each.node for each in servers}) == 2
         simulation.world.lose(simulation.world.nodes[2], silently=False)
         sgd.fit(steps=7, progress=False)
+        found = sgd.export_table("words")
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.values, expected.values)
+
+
+def test_a_death_in_the_first_step_after_processes_with_copies_have_gone(tmp_path: Path) -> None:
+    strategy, create = ParameterServerStrategy(num_servers=2), on_disk(tmp_path)
+    with trainer(words(IDS), strategy) as sgd:
+        sgd.fit(steps=14, progress=False)
+        expected = sgd.export_table("words")
+    simulation = Simulation(3)
+
+    def die() -> None:
+        dead = next(each for each in simulation.living() if "server 0" in str(each))
+        simulation.world.kill(dead, "it was killed. connection error code 2.")
+
+    with quiet(), trainer(create, strategy, simulation=simulation, run_config=EVERY) as sgd:
+        sgd.fit(steps=7, progress=False)
+        sgd.resize(num_servers=1)
+        sgd.fit(steps=7, callbacks=[Watch((8, die))], progress=False)
         found = sgd.export_table("words")
     assert torch.equal(found.ids, expected.ids)
     assert torch.equal(found.values, expected.values)

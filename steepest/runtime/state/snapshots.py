@@ -160,11 +160,16 @@ class Snapshots:
             self._ask(version + 2 + math.ceil(pace * self._notice))
 
     def begin(self) -> None:
-        """Ask for a copy of the present state if there is none; no worker may be training."""
+        """Ask for a copy of the present state if there is none, or perhaps no more; no worker may be training."""
         if not self._wanted:
             return
-        if self.taken is None and self._request is None and system().now() >= self._due:
+        if self._lacks and self._request is None and system().now() >= self._due:
             self._ask(self._cluster.client.position.version)
+
+    @property
+    def _lacks(self) -> bool:
+        """Whether there is no copy, or processes that are gone may have had the rows of the last one on their disks."""
+        return self.taken is None or (self._stale and bool(self._on_disk))
 
     @owned(Moment.WHOLE)
     def ensure(self) -> None:
@@ -173,7 +178,7 @@ class Snapshots:
         A copy that takes longer, or that a dead process prevents, does not keep training waiting.
         """
         self.begin()
-        if self.taken is None and (request := self._request) is not None:
+        if self._lacks and (request := self._request) is not None:
             request.await_all(self._cluster.owner, self._cluster.run_config.failure.heartbeat)
 
     def ensure_present(self, meanwhile: Callable[[], None]) -> None:
