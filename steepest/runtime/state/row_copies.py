@@ -24,12 +24,14 @@ class RowCopies:
         files: of each copy the file's name, a process that has it, and the target.
 
     Attributes:
+        keepers: the processes that have the files then.
         calls: those in progress.
         failed: the error of the first file that did not arrive, or None; no further file is sent after it.
     """
 
     def __init__(self, number: int, files: Iterable[tuple[str, Any, Any]]) -> None:
         self._number, self._left = number, deque(files)
+        self.keepers = {process for _, *both in self._left for process in both}
         self.calls: list[Any] = []
         self.failed: CallError | None = None
 

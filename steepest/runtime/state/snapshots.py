@@ -132,6 +132,7 @@ class Snapshots:
         self._told_of_size = False
         self._number = 0  # of the last snapshot whose rows servers keep on disk
         self._on_disk: list[int] = []  # the number of that which `taken` is a part of, if any
+        self._keepers: set[Any] = set()  # the processes that have it
         self._told_of_disk = False
         self._told = False  # whether the user was told that there are none
 
@@ -154,7 +155,12 @@ class Snapshots:
         now, version = system().now(), self._cluster.client.position.version
         if self._request is not None or now < self._due:
             return
-        if self._stale or taken is None or abs(version - taken.shared.version) >= (every or 1):
+        if (
+            self._stale
+            or self._lacks
+            or taken is None
+            or abs(version - taken.shared.version) >= (every or 1)
+        ):
             seconds = max(now - self._seen[0], 1e-3)
             pace = max(version - self._seen[1], 0) / seconds  # updates in a second
             self._ask(version + 2 + math.ceil(pace * self._notice))
@@ -168,8 +174,8 @@ class Snapshots:
 
     @property
     def _lacks(self) -> bool:
-        """Whether there is no copy, or processes that are gone may have had the rows of the last one on their disks."""
-        return self.taken is None or (self._stale and bool(self._on_disk))
+        """Whether there is no copy, or a process that had rows of the last one on its disk is gone."""
+        return self.taken is None or not self._keepers <= set(self._cluster.actors.values())
 
     @owned(Moment.WHOLE)
     def ensure(self) -> None:
@@ -225,8 +231,6 @@ class Snapshots:
     def interrupted(self) -> None:
         """Give up the copy in progress: the client that asked for it is gone."""
         self._request = None
-        if self._on_disk:
-            self.renew_soon()  # a process that had a copy may be gone
 
     def _ask(self, version: int, *, stands: bool = False) -> None:
         """Ask servers for their state at a version, and workers that have state of their own.
@@ -302,6 +306,7 @@ class Snapshots:
         snapshot.log = list(self._commits) if request.log is not None else None
         self._taken, self._stale = self._state.capture(snapshot, own), False
         self._keep_rows(request.rows)
+        self._keepers = set() if request.copies is None else request.copies.keepers
         self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
