@@ -107,10 +107,12 @@ class RowFiles:
             for name in [*self._files.get(number, ())] if names is None else names:
                 self._files.get(number, {}).pop(name, None)
 
-    def keep_only(self, numbers: Collection[int]) -> None:
-        """Drop all snapshots but some, whose numbers are above 0."""
+    def keep_only(self, numbers: Collection[int], last: int) -> None:
+        """Drop all snapshots but some, up to the one of a number: the next may have begun when this is heard."""
         with self._lock:
-            self._files = {at: each for at, each in self._files.items() if at < 0 or at in numbers}
+            self._files = {
+                at: each for at, each in self._files.items() if at in numbers or not 0 < at <= last
+            }
 
 
 class SnapshotStorage:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from steepest.data.storage.nameless import nameless_file
+from steepest.embedding.row_files import RowFiles
 
 
 def written_and_read(descriptor: int) -> bytes:
@@ -51,3 +52,14 @@ def test_a_directory_that_takes_none_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         nameless_file(str(tmp_path / "file"))
+
+
+def test_files_of_a_snapshot_that_has_begun_meanwhile_stay(tmp_path: Path) -> None:
+    """A process may hear late that the others are not needed."""
+    files = RowFiles()
+    for number in (-1, 1, 2, 3):
+        files.write(number, "rows", 0, b"some", str(tmp_path))
+    files.keep_only([1], 2)
+    assert [number for number in (-1, 1, 2, 3) if files.names(number)] == [-1, 1, 3]
+    files.keep_only([], 3)
+    assert [number for number in (-1, 1, 2, 3) if files.names(number)] == [-1]

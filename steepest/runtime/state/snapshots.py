@@ -324,7 +324,7 @@ class Snapshots:
         known, self._on_disk = self._on_disk, [number for number in numbers if number]
         if known or self._on_disk or self._number:
             actors = dict.fromkeys(self._cluster.actors.values())
-            kept = "files.keep_only", self._on_disk
+            kept = "files.keep_only", self._on_disk, self._number
             drop_calls([runtime().call(actor, "rows", *kept) for actor in actors])
 
     def _is_disk_at_fault(self, request: _CopyRequest) -> bool:
