@@ -40,20 +40,21 @@ class CommitRule(Protocol):
     Attributes:
         needs_all: whether a version needs a push of every member, so that none goes on without one that is lost.
             Its consequences have names of their own: `leases_samples`, `stages_each`.
-        same_version: whether a version is made of gradients of the version before it alone: gradients of older
-            weights are dropped, and not waited for.
+        same_version: whether a version is made of gradients of the version before it alone. After each commit the
+            samples of all other pushes are leased anew, so `decide` must drop pushes with ``pulled < version``: nothing
+            else does, and a commit of one would count its samples twice.
     """
 
     needs_all: bool
     same_version: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
-        """Return which staged pushes to commit and which to drop.
+        """Return which staged pushes to commit and which to drop; called again until it commits nothing.
 
         Args:
             version: the present one.
             members: indices of all workers.
-            staged: oldest first.
+            staged: pushes that are staged on all servers, reported, and not decided on; oldest first.
         """
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
@@ -66,7 +67,7 @@ class CommitRule(Protocol):
         """Return how many pushes make one training step of a job with that many workers."""
 
     def versions_per_step(self, workers: int) -> int:
-        """Return how many versions make one training step of a job with that many workers."""
+        """Return how many versions make one training step, at least 1; each has `pushes_per_update` pushes."""
 
 
 #: why gradients cannot be clipped; to be formatted with the settings that were given
