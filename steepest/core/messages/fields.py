@@ -18,7 +18,7 @@ _LARGEST = sys.float_info.max
 
 
 class Limits(NamedTuple):
-    """The numbers of workers, servers and chunks of a job; by default the most of a header."""
+    """The numbers of workers, servers and chunks of a job; by default as many as the header of a frame can name."""
 
     workers: int = 1 << 31
     servers: int = 1 << 31
