@@ -363,8 +363,8 @@ class Coordinator(ABC):
                 out += self._drop(late)
             if not chosen:
                 break
-            told, may_commit = self._audit()
-            out += told
+            messages, may_commit = self._audit()
+            out += messages
             if not may_commit:
                 break
             skip = state.staging.overflowed()
@@ -386,11 +386,11 @@ class Coordinator(ABC):
         norm = state.staging.norm(pushes)
         reports = state.staging.take(pushes)
         try:
-            told, own_clip = agreed(reports, self._updates.groups, needs_all=state.needs_all)
+            own_hyper, own_clip = agreed(reports, self._updates.groups, needs_all=state.needs_all)
             hyper = (
                 self._updates.hyperparameters(state.step)
-                if told is None
-                else with_rates(told, state.rates, state.step)
+                if own_hyper is None
+                else with_rates(own_hyper, state.rates, state.step)
             )
         except UnlikeError as error:
             return self._refuse(pushes, "unlike", {"why": str(error)})

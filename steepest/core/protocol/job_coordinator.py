@@ -72,13 +72,13 @@ class JobCoordinator(Coordinator):
         self._step_timeout = step_timeout
         self._replaces, self._reloads = replaces, reloads
         self._audits, self._replaces_wrong = audits, replaces_wrong
-        # a generation in which nothing is committed before a worker is replaced, and that worker
+        # after an audit: the generation in which nothing is committed before this worker is replaced
         self._held: tuple[int, int | None] = (-1, None)
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
         self._begun = False  # whether all workers have been joined at the same time
         self._client: Peer | None = None  # which asked for something last
         # the client that was sent the last failure, and the generation that began with it
-        self._told: tuple[Peer | None, int] = (None, 0)
+        self._last_failure: tuple[Peer | None, int] = (None, 0)
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
@@ -301,8 +301,8 @@ class JobCoordinator(Coordinator):
 
     def _ask(self, client: Peer, request: driver.AskForSteps) -> Outgoing:
         """Grant more steps, unless the client asked before it heard that earlier steps had failed."""
-        told, since = self._told
-        if client == told and request.generation < since:
+        failed, since = self._last_failure
+        if client == failed and request.generation < since:
             return []
         self._client = client
         if self.losses:
@@ -496,8 +496,8 @@ class JobCoordinator(Coordinator):
             *(state.generation, state.version, state.step + 1, finding.pairs, finding.why),
             *(finding.worker, life, waits),
         )
-        told = [] if self._client is None else [(self._client, difference.pack())]
-        return told, not waits
+        messages = [] if self._client is None else [(self._client, difference.pack())]
+        return messages, not waits
 
     # -- failure -------------------------------------------------------------------------------
 
@@ -553,6 +553,6 @@ class JobCoordinator(Coordinator):
         if self._client is not None:
             fields = {"step": state.step, "reason": reason, **details}
             failure = driver.Failure(state.generation, state.version, **fields)
-            self._told = self._client, state.generation
+            self._last_failure = self._client, state.generation
             out.append((self._client, failure.pack()))
         return out

@@ -1,4 +1,4 @@
-"""With which processes a job continues: a pure function of the present and the wanted processes."""
+"""Decide with which processes a job continues: a pure function of the present and the wanted processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class World:
     leaving: Set[Peer] = frozenset()  # living processes on nodes that will go
     # those of `dead` and `leaving` in whose place another process stands ready
     ready: Set[Peer] = frozenset()
-    # those of `dead` in whose place processes died too often; no process takes it again
+    # those of `dead` that get no successor, because too many processes have died in their places
     worn_out: Set[Peer] = frozenset()
     # those of `dead` whose successors are not awaited any more, because they are late; they may still come
     late: Set[Peer] = frozenset()
-    stuck: bool = False  # whether a dead process held what the others need for a step
+    stuck: bool = False  # whether no step can be taken without a change: a dead process held chunks, for example
     overdue: bool = False  # whether the successors of dead workers were awaited long enough
     full: bool = False  # whether the cluster has no room for the workers that leave
     joining: int = 0  # processes that stand ready to be further workers
@@ -38,7 +38,8 @@ class World:
 class Target:
     """The processes that the user wants, and the abilities of the strategy."""
 
-    # the fewest workers that train without the others; one alone, which holds all weights, only if no other comes
+    # the fewest workers that train while others are missing; a single one, which holds all weights, only if no
+    # successor comes
     least: int
     workers: int
     servers: int  # processes that are servers only

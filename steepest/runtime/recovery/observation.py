@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 _TELL_SECONDS = 10.0
 _SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its memory
-_TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
+_TOGETHER_SECONDS = 2.0  # that a started process waits for others, so that all join in one pause
 
 
 class Observation:

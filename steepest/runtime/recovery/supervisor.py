@@ -61,12 +61,14 @@ class Supervisor:
         exact = least == most
         wanted = Wanted(cluster.job.config, 1 if exact else least, most, exact)
         self.owner: Owner = cluster.owner
-        self.replaced = 0  # how many dead processes were replaced, or done without
-        # the steps that calls have returned, or told of; what a death undoes of them is made again
+        self.replaced = 0  # dead processes that have a successor, or were left out
+        # the number of steps whose results a user has; those of them that a death undoes are taken again
         self.promised = 0
         self.changes = 0
-        self.in_call = False  # whether a call is told of the steps that are being taken
-        # makes again the steps that are undone; set by `Training`
+        self.in_call = (
+            False  # whether a user's call receives the results of the steps that are being taken
+        )
+        # takes the undone steps again; set by `Training`
         self.make_up: Callable[[], None] = lambda: None
         self.snapshots = Snapshots(cluster, transfer)
         self.observation = Observation(cluster, self.snapshots, wanted)
@@ -161,7 +163,9 @@ class Supervisor:
             return None
         if isinstance(decision, Impossible):
             self._raise_impossible(decision)
-        if not dead:  # what is undone is made again as it was
+        if (
+            not dead
+        ):  # undone steps are taken again before a wish is granted, with the processes as they were
             return "soon" if world.leaving or not self.is_behind else None
         self._doing = "joining"
         try:
