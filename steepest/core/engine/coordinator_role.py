@@ -99,10 +99,9 @@ class CoordinatorRole:
                 self._send(peer, message)
                 continue
             is_result = message.kind is Kind.RESULT
-            if (
-                not is_result and message.kind is not Kind.DIFFERENCE
-            ):  # which comes before its step's
-                self._results += self.coordinator.settle()  # of the steps before
+            # a DIFFERENCE comes before the result of its own step; before other messages all results are due
+            if not is_result and message.kind is not Kind.DIFFERENCE:
+                self._results += self.coordinator.settle()
             self._results.append((peer, message))
             if not is_result or self._results_are_due():
                 self._send_results()

@@ -393,9 +393,8 @@ class PushPull:
         self._generation = self._incarnation = 0
         self._version = 0
         self._holders = holders
-        self._held: list[
-            tuple[Push, torch.Tensor | None]
-        ] = []  # chunks that are held back, see `hold_back`
+        # chunks that are held back, see `hold_back`
+        self._held: list[tuple[Push, torch.Tensor | None]] = []
         # by server: its chunks, and those that are to come; None if none is held back
         self._each = Counter(s for chunk in topology.pushed for s in holders[chunk])
         self._lacking: dict[int, int] | None = None

@@ -91,9 +91,8 @@ class ServerMode:
 
     # each push is kept by itself until COMMIT; else a chunk is reduced as soon as the last member has pushed it
     stages_each: bool = False
-    versions_differ: bool = (
-        False  # readers are sent different versions; else all are sent every one
-    )
+    # readers are sent different versions; else all are sent every one
+    versions_differ: bool = False
     # each server lives in the process of the worker of its index, which takes its weights
     in_workers: bool = False
     open_to_all: bool = False  # whether processes that are no members may push

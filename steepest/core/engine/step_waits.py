@@ -52,9 +52,8 @@ class StepAhead:
     """A step that began before its weights were here."""
 
     version: int  # that it is to be computed from; -1 if its lease will say
-    has_come: Callable[
-        [], bool
-    ]  # returns whether its weights are here, and its lease if shares are leased
+    # returns whether its weights are here, and its lease if shares are leased
+    has_come: Callable[[], bool]
     begin_push: Callable[[], None]  # called then
 
 

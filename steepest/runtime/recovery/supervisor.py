@@ -65,9 +65,8 @@ class Supervisor:
         # the number of steps whose results a user has; those of them that a death undoes are taken again
         self.promised = 0
         self.changes = 0
-        self.in_call = (
-            False  # whether a user's call receives the results of the steps that are being taken
-        )
+        # whether a user's call receives the results of the steps that are being taken
+        self.in_call = False
         # takes the undone steps again; set by `Training`
         self.make_up: Callable[[], None] = lambda: None
         self.snapshots = Snapshots(cluster, transfer)
@@ -163,9 +162,8 @@ class Supervisor:
             return None
         if isinstance(decision, Impossible):
             self._raise_impossible(decision)
-        if (
-            not dead
-        ):  # undone steps are taken again before a wish is granted, with the processes as they were
+        if not dead:
+            # undone steps are taken again first, with the processes as they were; a wish comes next
             return "soon" if world.leaving or not self.is_behind else None
         self._doing = "joining"
         try:
