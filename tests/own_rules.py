@@ -32,6 +32,41 @@ class CommitPairs:
         return workers // 2
 
 
+@dataclass(frozen=True)
+class CommitTwoThirds:
+    """Pushes of two thirds of the workers for the present version make the next one."""
+
+    needs_all = False
+    same_version = True
+
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
+        enough = self.pushes_per_step(len(members))
+        return Verdict(tuple(staged[:enough])) if len(staged) >= enough else Verdict()
+
+    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        return True
+
+    def needs(self, workers: int) -> int:
+        return self.pushes_per_step(workers)
+
+    def pushes_per_step(self, workers: int) -> int:
+        return max(2 * workers // 3, 1)
+
+    def versions_per_step(self, workers: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoThirdsStrategy(ParameterServerStrategy):
+    """Two thirds of the workers' gradients of one version are an update."""
+
+    name = "two thirds"
+
+    @property
+    def rule(self) -> CommitRule:
+        return CommitTwoThirds()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairsStrategy(ParameterServerStrategy):
     """Every two gradients are an update."""

@@ -18,6 +18,7 @@ from steepest.core.protocol.commit_rules import (
     CommitRule,
     Staged,
     Verdict,
+    decided,
 )
 from steepest.core.protocol.push_tracking import (
     ClosedPushes,
@@ -51,11 +52,12 @@ def test_all_waits_for_every_member_and_takes_them_in_the_order_of_workers() -> 
 def test_the_first_are_enough_and_those_of_older_weights_are_dropped() -> None:
     rule = CommitFirst(1)
     old, first, second, third = push(1, 1, 4), push(2, 2, 5), push(0, 2, 5), push(1, 2, 5)
-    assert rule.decide(5, MEMBERS, [first]) == Verdict()
-    assert rule.decide(5, MEMBERS, [old, first]) == Verdict((), (old,))
-    assert rule.decide(5, MEMBERS, [first, second]) == Verdict((second, first))
-    assert rule.decide(5, MEMBERS, [first, old, second, third]) == Verdict((second, first), (old,))
-    assert rule.decide(6, MEMBERS, [third]) == Verdict((), (third,))
+    assert decided(rule, 5, MEMBERS, [first]) == Verdict()
+    assert decided(rule, 5, MEMBERS, [old, first]) == Verdict((), (old,))
+    assert decided(rule, 5, MEMBERS, [first, second]) == Verdict((second, first))
+    staged = [first, old, second, third]
+    assert decided(rule, 5, MEMBERS, staged) == Verdict((second, first), (old,))
+    assert decided(rule, 6, MEMBERS, [third]) == Verdict((), (third,))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_push_is_decided_at_most_once_and_as_the_rule_says(
         sequence += 1
         staged.append(push(worker, sequence, working.pop(worker)))
         while staged:
-            commit, drop = rule.decide(version, MEMBERS, tuple(staged))
+            commit, drop = decided(rule, version, MEMBERS, tuple(staged))
             ended = [*commit, *drop]
             assert set(ended) <= set(staged)
             assert len(set(ended)) == len(ended)

@@ -41,8 +41,7 @@ class CommitRule(Protocol):
         needs_all: whether a version needs a push of every member, so that none goes on without one that is lost.
             Its consequences have names of their own: `leases_samples`, `stages_each`.
         same_version: whether a version is made of gradients of the version before it alone. After each commit the
-            samples of all other pushes are leased anew, so `decide` must drop pushes with ``pulled < version``: nothing
-            else does, and a commit of one would count its samples twice.
+            samples of all other pushes are leased anew, and these are dropped before `decide` sees them.
     """
 
     needs_all: bool
@@ -75,6 +74,22 @@ NO_NORM = (
     "{} where not every worker's gradient is part of each update (backup_workers=): which ones are is decided before "
     "their mean is formed, so that its norm is not known; leave one of them out"
 )
+
+
+def decided(
+    rule: CommitRule, version: int, members: frozenset[int], staged: Sequence[Staged]
+) -> Verdict:
+    """Return what a rule decides; pushes of older weights that it has no use for are dropped.
+
+    Args:
+        version, members, staged: as of `CommitRule.decide`.
+    """
+    if not rule.same_version:
+        return rule.decide(version, members, staged)
+    late = tuple(push for push in staged if push.pulled < version)
+    fresh = [push for push in staged if push.pulled == version] if late else staged
+    verdict = rule.decide(version, members, fresh)
+    return verdict._replace(drop=late + verdict.drop) if late else verdict
 
 
 def leases_samples(rule: CommitRule) -> bool:
@@ -158,11 +173,9 @@ class CommitFirst:
     same_version = True
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
-        """Commit the first pushes of this version once they are enough; drop older ones."""
-        drop = tuple(push for push in staged if push.pulled < version)
-        fresh = [push for push in staged if push.pulled == version]
+        """Commit the first pushes once they are enough."""
         enough = self.pushes_per_step(len(members))
-        return Verdict(tuple(sorted(fresh[:enough])) if len(fresh) >= enough else (), drop)
+        return Verdict(tuple(sorted(staged[:enough])) if len(staged) >= enough else ())
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """Return True: a worker waits for new weights alone."""

@@ -24,7 +24,7 @@ from steepest.core.messages.gradients import (
 )
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
 from steepest.core.messages.snapshots import Read, Snapshot
-from steepest.core.protocol.commit_rules import Staged, Verdict
+from steepest.core.protocol.commit_rules import Staged, Verdict, decided
 from steepest.core.protocol.commit_state import CommitState, Outgoing, with_rates
 from steepest.core.protocol.push_tracking import (
     MOST_CULPRITS,
@@ -225,7 +225,7 @@ class Coordinator(ABC):
 
     def _chosen(self, complete: Sequence[Staged]) -> Verdict:
         """Return which complete pushes, oldest first, make the next version, and which never will."""
-        return self.state.rule.decide(self.state.version, self.state.members, complete)
+        return decided(self.state.rule, self.state.version, self.state.members, complete)
 
     def _versions_of(self, pushes: Sequence[Staged]) -> Sequence[int]:
         """Return how many versions each push of a commit completes: the last one completes a version."""
