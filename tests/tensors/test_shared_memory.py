@@ -250,7 +250,7 @@ def test_sizes_of_all_kinds_both_ways_arrive_whole_and_in_order_however_they_are
         expected[reader].append(payload)
         until(lambda reader=reader: reader.messages, client, leaving)
         held.append(reader.messages.pop())
-        assert held[-1].sequence == sequence
+        assert heard(held[-1]).sequence == sequence
         assert torch.equal(held[-1].payload, payload)
         chance.shuffle(held)
         del held[chance.randrange(1, 20) :]
