@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,10 +68,14 @@ def test_a_job_whose_template_is_killed_goes_on_with_another(machine: MachineRun
         assert same_bits(trainer.state_dict(), trained(models.classifier, 2))
 
 
-def left() -> tuple[int, set[str]]:
-    """Return how many descriptors this process has, and what is in shared memory."""
+def left() -> Counter[str]:
+    """Return what this process has opened, and what is in shared memory."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    opened = Counter(os.listdir("/dev/shm"))
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            opened[os.readlink(f"/proc/self/fd/{descriptor}")] += 1
+    return opened
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_of_a_job_that_ends_or_does_not_begin_nothing_is_left(
             DistributedSGD(creator, 2, run_config=CONFIG)
     assert machine._template is not None
     assert not machine._template._forks
-    assert left() == before
+    assert left() <= before, "of the job before some may have been closed late"
 
 
 def test_an_extension_that_cannot_be_pickled_is_refused() -> None:
