@@ -165,6 +165,7 @@ def check_counts(cluster: InProcessCluster, log: CommitLog) -> None:
         chain.from_iterable(commit.staleness for commit in log.commits)
     )
     assert told["skipped"] == sum(commit.skipped for commit in log.commits)
+    settle(cluster)  # an order to forget a push may be on its way
     for held in (chunk for server in cluster.servers for chunk in server.gradient_stores.values()):
         assert len(held.staged) <= len(cluster.workers)
 
