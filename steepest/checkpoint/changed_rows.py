@@ -71,7 +71,13 @@ def piece_of(name: str, rows: Any, number: int, table: Table) -> TableState:
         raise ConfigurationError(
             f"change_rows= made a {type(rows).__name__} for table {name!r}: return TableRows by table"
         )
-    ids, values, slots, known = (each.detach().cpu().numpy() for each in vars(rows).values())
+    ids, values, slots, known = (
+        torch.as_tensor(each).detach().cpu().numpy() for each in vars(rows).values()
+    )
+    if ids.dtype.kind != "i":
+        raise ConfigurationError(
+            f"change_rows= made ids of {ids.dtype} for table {name!r}: return integers"
+        )
     shapes = ids.shape, values.shape, slots.shape[:1], known.shape
     count = len(ids)
     if shapes != ((count,), (count, table.dim), (count,), (count, len(_KNOWN))) or slots.ndim != 2:

@@ -131,6 +131,10 @@ def test_what_a_table_cannot_have_is_refused_and_changes_nothing(
     place, _ = saved
     wrong: list[tuple[Any, str]] = [
         (lambda name, rows: {"a": rows.ids}, "made a Tensor for table 'a'"),
+        (
+            lambda name, rows: {"a": replace(rows, ids=rows.ids / 2)},
+            "made ids of float32 for table 'a': return integers",
+        ),
         (lambda name, rows: {"a": rows}, r"values \(\d+, 3\), .* return \(n,\), \(n, 4\)"),
         (
             lambda name, rows: {"a": replace(rows, values=nn.functional.pad(rows.values, (0, 1)))},
