@@ -172,16 +172,21 @@ def _count_shards(tables: tuple[Table, ...], each: Any) -> int:
         each: the shards of each group.
 
     Raises:
-        ConfigurationError: it is no positive integer, or a group's memory is too small for so many.
+        ConfigurationError: it is no positive integer, or a group's memory is too small for so many, or the capacity of
+            a part for its pinned ids.
     """
     require_count("table_shards", each)
     if not tables:
         return 0
+    from steepest.tables.capacity import Capacities
     from steepest.tables.table import disk_of, groups, shards_for, spread_of
 
     of_tables, count = groups(tables), shards_for(tables, int(each))
     for group in of_tables:
-        disk_of(group, spread_of(group, count), 0)
+        spread = spread_of(group, count)
+        disk_of(group, spread, 0)
+        for shard in range(count if any(table.pinned for table in group) else 0):
+            Capacities(group, spread, shard)
     return count * len(of_tables)
 
 

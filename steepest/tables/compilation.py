@@ -34,6 +34,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
             replace(
                 table,
                 capacity=None,
+                pinned=(),
                 eviction=None,
                 directory=None,
                 memory_rows=None,
@@ -68,7 +69,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
 def _compile_eviction(table: Table) -> None:
     """Evict a row of a full table."""
     if table.eviction is not None:
-        plain = replace(table, admission=None, capacity=1)
+        plain = replace(table, admission=None, capacity=1, pinned=())
         shard = TableShard([replace(plain, directory=None, memory_rows=None, memory_bytes=None)])
         for version in (1, 2):
             gradient = np.ones((1, table.dim), shard.dtype)

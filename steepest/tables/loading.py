@@ -105,7 +105,9 @@ class LoadingRows(ShardRows):
 
     def _take_rows(self, piece: TableState) -> None:
         self._offered += np.bincount(piece.tables, minlength=len(self._tables))
-        for table in self._capacities.over(self._offered):
+        # pinned ids without rows, and some whose rows were taken just now
+        absent = self._taken - self._alive
+        for table in self._capacities.over(self._offered + absent):
             self._lead_to_rows()
             piece = self._most_used(piece, table)
         beside = {"until": piece.until, "scores": piece.scores}
@@ -123,11 +125,12 @@ class LoadingRows(ShardRows):
 
     def _most_used(self, piece: TableState, table: int) -> TableState:
         """Return a piece without the rows for which a table has no room; remove rows that it has no room for then."""
-        mine = np.flatnonzero(piece.tables == table)
+        mine = np.flatnonzero((piece.tables == table) & ~self._pins.has(piece.tables, piece.ids))
         room, kept = int(self._capacities.rows[table]), np.ones(len(piece.ids), np.bool_)
         if (use := self._uses.get(table)) is None:
-            kept[mine[max(room - int(self._alive[table]), 0) :]] = False
+            kept[mine[max(room - int(self._taken[table]), 0) :]] = False
             return piece.only(kept, slice(None))
+        room -= int(self._pins.counts[table])
         numbers, uses = use.present(self._blocks)
         ids = np.concatenate([self._blocks.ids[numbers], piece.ids[mine]])
         order = np.lexsort((ids, np.concatenate([uses, use.of_state(piece)[mine]])))

@@ -262,6 +262,7 @@ class TableShard(LoadingRows):
         """
         self.version = require_count("version", version, self.version)
         numbers = self._lives.ended(self._blocks)
+        numbers = numbers[~self._are_pinned(numbers)]
         of = self._blocks.tables[numbers]
         self.counts["evicted_ttl"] += np.bincount(of, minlength=len(self._tables))
         self._remove(numbers, version)
@@ -296,14 +297,21 @@ class TableShard(LoadingRows):
         if len(distinct.ids) < len(at):
             twice = int(np.argmax(distinct.counts > 1))
             raise repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
-        admitted = self._admission.admits(of, fresh, sightings[at], version)
-        known = np.bincount(tables[rows >= 0], minlength=len(self._tables))
+        pinned = self._pins.has(of, fresh)
+        admitted = self._admission.admits(of, fresh, sightings[at], version) & ~pinned
+        known = self._known(tables, ids, rows)
         if strict:
             wanted = np.bincount(of[admitted], minlength=len(self._tables))
-            self._capacities.require(wanted, known, self._alive)
-        plan = self._capacities.fit(of, admitted, known, self._alive)
-        self._require_memory(plan.wanted - plan.excess)
-        return plan
+            self._capacities.require(wanted, known, self._taken)
+        plan = self._capacities.fit(of, admitted, known, self._taken)
+        wanted = plan.wanted + np.bincount(of[pinned], minlength=len(self._tables))
+        self._require_memory(wanted - plan.excess)
+        return plan._replace(admitted=plan.admitted | pinned, wanted=wanted)
+
+    def _known(self, tables: Int32s, ids: Int64s, rows: Int32s) -> Int64s:
+        """Return by table the places of pinned ids, and of other rows (n,) that a push updates; see `Capacities`."""
+        others = (rows >= 0) & ~self._pins.has(tables, ids)
+        return np.bincount(tables[others], minlength=len(self._tables)) + self._pins.counts
 
     def require_room(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
         """Check that a push of ids now would have room; change nothing.
@@ -325,16 +333,17 @@ class TableShard(LoadingRows):
             return
         numbers_of, checked = require_keys(tables, ids, self._names)
         asked = np.bincount(numbers_of, minlength=len(self._tables))
-        tight = told & (asked > self._capacities.room(np.zeros_like(asked), self._alive))
+        tight = told & (asked > self._capacities.room(self._pins.counts, self._taken))
         tight[self._frozen] = False
         mine = tight[numbers_of]
         if not mine.any():
             return
         distinct = Distinct(numbers_of[mine], checked[mine])
-        rows, _ = self._index.find(distinct.tables, distinct.ids)
-        known = np.bincount(distinct.tables[rows >= 0], minlength=len(self._tables))
-        wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
-        self._capacities.require(wanted, known, self._alive)
+        keys = distinct.tables, distinct.ids
+        rows, _ = self._index.find(*keys)
+        fresh = (rows < 0) & ~self._pins.has(*keys)
+        wanted = np.bincount(distinct.tables[fresh], minlength=len(self._tables))
+        self._capacities.require(wanted, self._known(*keys, rows), self._taken)
 
     def _require_memory_for(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
         """Check that there is memory for the rows that a push of ids adds, see `require_room`."""
@@ -393,6 +402,8 @@ class TableShard(LoadingRows):
             return 0
         self.version = require_count("version", version, self.version)
         why = worn(ways, version, self._blocks)
+        worn_out = np.flatnonzero(why).astype(np.int32)
+        why[worn_out[self._are_pinned(worn_out)]] = 0
         for reason, name in ((1, "evicted_age"), (2, "evicted_norm")):
             numbers = np.flatnonzero(why == reason).astype(np.int32)
             of = self._blocks.tables[numbers]

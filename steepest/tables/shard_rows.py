@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 
 from steepest.tables.blocks import Blocks
 from steepest.tables.capacity import Capacities
@@ -89,6 +90,7 @@ class ShardRows:
             [(policy.half_life or 0) if isinstance(policy, LFU) else 0 for policy in policies]
         )
         self._capacities = Capacities(tables, spread, shard)
+        self._pins = self._capacities.pins
         self._clear()
 
     def _clear(self) -> None:
@@ -104,6 +106,7 @@ class ShardRows:
             if table.eviction is not None
         }
         self._alive = np.zeros(len(self._tables), np.int64)
+        self._taken = self._pins.counts.copy()  # see `Capacities`
         self._removals = Removals()
         self._cuts: WeakSet[RowCut] = WeakSet()
         self.life = secrets.randbits(62)
@@ -189,17 +192,26 @@ class ShardRows:
         if (twice := self._index.insert(tables, ids, numbers)) is not None:
             return twice
         self._alive += np.bincount(tables, minlength=len(self._tables))
+        others = ~self._pins.has(tables, ids)
+        self._taken += np.bincount(tables[others], minlength=len(self._tables))
         for table, use in self._uses.items():
-            use.enter(numbers[tables == table], self._blocks)
+            use.enter(numbers[others & (tables == table)], self._blocks)
         return None
 
+    def _are_pinned(self, numbers: Int32s) -> npt.NDArray[np.bool_]:
+        """Return which rows are of pinned ids."""
+        blocks = self._blocks
+        return self._pins.has(blocks.tables[numbers].astype(np.int32), blocks.ids[numbers])
+
     def _remove(self, numbers: Int32s, version: int) -> None:
-        """Remove rows; the next row in their memory sets values and slots anew."""
+        """Remove rows, of ids that are not pinned; the next row in their memory sets values and slots anew."""
         blocks = self._blocks
         for cut in self._cuts:
             cut.keep(cut.before(numbers))
         tables, ids = blocks.tables[numbers].astype(np.int32), blocks.ids[numbers]
         self._index.remove(tables, ids)
-        self._alive -= np.bincount(tables, minlength=len(self._tables))
+        gone = np.bincount(tables, minlength=len(self._tables))
+        self._alive -= gone
+        self._taken -= gone
         self._removals.add(version, tables, ids, len(blocks))
         blocks.release(numbers)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
+from steepest.tables.checks import require_ids
 from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
 from steepest.tables.hashing import salt_of
 from steepest.tables.initial import Initial, Normal
@@ -16,7 +18,7 @@ from steepest.tables.lives import seconds_of
 from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
 from steepest.tables.spread import Spread, parts_of
-from steepest.tables.texts import HASHES
+from steepest.tables.texts import HASHES, text_ids
 from steepest.tables.tiered_rows import bytes_of, rows_in
 from steepest.validation import require_count
 
@@ -43,6 +45,9 @@ class Table:
         eviction: which row goes when the table is full; without it, a push to a full table is refused.
         admission: which ids get a row; without it, all.
         evict: the rows that `TableShard.evict` removes.
+        pinned: ids, or texts of a table with a `hash`, that get a row with their first push, whatever `admission` says,
+            and keep it: a place of the capacity is theirs, and no eviction and no `ttl` removes them. Kept as a tuple
+            of distinct ids.
         ttl: how long a row stays that no push has, by the coordinator's clock: "90s", "15m", "12h", "7d", "2w",
             or seconds. Its end is seen within a sixteenth of that, or a second.
         directory: of each server's node, in which rows lie that were not used lately; without it, all are in
@@ -82,6 +87,7 @@ class Table:
     eviction: Policy | None = None
     admission: Filter | None = None
     evict: tuple[Evict, ...] = ()
+    pinned: npt.ArrayLike = ()
     trainable: bool = True
     default: Initial | None = None
     ttl: str | int | None = None
@@ -117,6 +123,7 @@ class Table:
         self._require("directory", (str, type(None)), "the name of a directory, or None")
         self._require_memory()
         self._require_range()
+        self._require_pinned()
         kinds: list[type] = [object]
         if isinstance(self.evict, tuple):
             kinds = [type(way) for way in self.evict]
@@ -183,6 +190,21 @@ class Table:
                 f"hash={self.hash!r} of table {self.name!r} with num_embeddings={self.num_embeddings}: leave that out, "
                 "because hashes are any integers of 63 bits"
             )
+
+    def _require_pinned(self) -> None:
+        given = np.asarray(self.pinned)
+        if given.dtype.kind == "U" and self.hash is not None:
+            given = text_ids(given, self.hash)
+        ids = np.unique(require_ids(f"pinned ids of table {self.name!r}", given)).tolist()
+        if self.capacity is not None and len(ids) > self.capacity:
+            raise ConfigurationError(
+                f"table {self.name!r} has {len(ids)} pinned ids and capacity={self.capacity}: raise it, or pin fewer"
+            )
+        if self.num_embeddings is not None and ids and ids[-1] >= self.num_embeddings:
+            raise ConfigurationError(
+                f"table {self.name!r} has num_embeddings={self.num_embeddings} and pins id {ids[-1]}: pin lower ids"
+            )
+        object.__setattr__(self, "pinned", tuple(ids))
 
     def _require_dtypes(self) -> None:
         if self.dtype not in DTYPES:
@@ -272,7 +294,7 @@ def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
             ours, theirs = getattr(other, difference), getattr(table, difference)
             if ours != theirs:
                 raise ConfigurationError(
-                    f"table {table.name!r} has {difference}={ours!r} and {difference}={theirs!r}: "
+                    f"table {table.name!r} has {difference}={ours!r:.200} and {difference}={theirs!r:.200}: "
                     "describe it once, or name the other table otherwise"
                 )
     return tuple(found.values())

@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from steepest import Embedding, TorchModel
 from steepest.checkpoint.row_pieces import NewerIds
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.eviction import LFU, LRU, GlobalStepEvict, L2WeightEvict
+from steepest.tables.hashing import shard_of
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.shard import TableShard
 from steepest.tables.state import TableState, appended
-from steepest.tables.table import Table
+from steepest.tables.table import Table, spread_of
+from steepest.tables.texts import text_ids
+from tests.reference import sgd
 from tests.table_tools import ids_of, push, same, table
 
 DIM = 4
@@ -46,23 +51,33 @@ class Model:
     full: int = 0
     removed: set[int] = field(default_factory=set)
 
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        found: Any = self.table.pinned
+        return tuple(found)
+
     def push(self, ids: dict[int, int], version: int, strict: bool = True) -> bool:
         """Whether it is taken; ids have their sightings."""
         frequency = self.table.admission.filter_freq if self.table.admission else 0
         fresh = [key for key in ids if key not in self.rows]
-        admitted = [key for key in fresh if self.counted.get(key, 0) + ids[key] >= frequency]
-        capacity = self.table.capacity or math.inf
-        excess = max(0, len(self.rows) + len(admitted) - capacity)
-        touched = len(admitted) + len(ids) - len(fresh)
+        pinned = [key for key in fresh if key in self.pinned]
+        others = [key for key in fresh if key not in self.pinned]
+        admitted = [key for key in others if self.counted.get(key, 0) + ids[key] >= frequency]
+        capacity = (self.table.capacity or math.inf) - len(self.pinned)
+        rows = [key for key in self.rows if key not in self.pinned]
+        known = [key for key in rows if key in ids]
+        excess = max(0, len(rows) + len(admitted) - capacity)
+        touched = len(admitted) + len(known)
         if excess and (self.table.eviction is None or touched > capacity):
             if strict:
                 return False
-            taken = len(self.rows) if self.table.eviction is None else len(ids) - len(fresh)
+            taken = len(rows) if self.table.eviction is None else len(known)
             late = admitted[int(capacity) - taken :]
             admitted = admitted[: int(capacity) - taken]
             self.refused_full += len(late)
             self.refused -= len(late)
-            excess = max(0, len(self.rows) + len(admitted) - capacity)
+            excess = max(0, len(rows) + len(admitted) - capacity)
+        admitted += pinned
         for key in fresh:
             if key in admitted:
                 self.counted.pop(key, None)
@@ -71,7 +86,7 @@ class Model:
                     self.counted[key] = self.counted.get(key, 0) + ids[key]
                 self.refused += 1
         use = {LRU: "written", LFU: "sightings"}.get(type(self.table.eviction), "written")
-        others = [key for key in self.rows if key not in ids]
+        others = [key for key in rows if key not in ids]
         for key in sorted(others, key=lambda key: (getattr(self.rows[key], use), key)):
             if excess > 0:
                 self.remove(key)
@@ -98,7 +113,7 @@ class Model:
             age, norm = ways.get(GlobalStepEvict), ways.get(L2WeightEvict)
             old = age is not None and version - row.written > age.steps_to_live
             small = norm is not None and math.sqrt(DIM) * row.pushes < norm.l2_weight_threshold
-            gone += [key] if old or small else []
+            gone += [key] if (old or small) and key not in self.pinned else []
         for key in gone:
             self.remove(key)
         return len(gone)
@@ -125,19 +140,21 @@ def check(shard: TableShard, model: Model) -> None:
 
 
 TABLES = st.builds(
-    lambda capacity, eviction, admission, age, norm: table(
+    lambda capacity, eviction, admission, age, norm, pinned: table(
         dim=DIM,
         initial=Zeros(),
         capacity=capacity,
         eviction=eviction if capacity else None,
         admission=admission,
         evict=tuple(way for way in (age, norm) if way),
+        pinned=sorted(pinned)[:capacity],
     ),
     st.one_of(st.none(), st.integers(2, 8)),
     st.sampled_from([None, LRU(), LRU(), LFU(), LFU()]),
     st.one_of(st.none(), st.builds(CounterFilter, filter_freq=st.integers(1, 4))),
     st.one_of(st.none(), st.builds(GlobalStepEvict, steps_to_live=st.integers(1, 4))),
     st.sampled_from([None, L2WeightEvict(l2_weight_threshold=4.0)]),
+    st.one_of(st.just(set()), st.sets(st.integers(0, 12), max_size=6)),
 )
 PUSHES = st.dictionaries(st.integers(0, 12), st.integers(1, 3), max_size=6)
 TURNS = st.lists(st.one_of(PUSHES, PUSHES, PUSHES, st.sampled_from(["evict", "load"])), max_size=30)
@@ -343,6 +360,66 @@ def test_a_push_that_is_committed_takes_what_fits() -> None:
     assert shard.export().counted.tolist() == [2**31 - 1]
     with pytest.raises(ConfigurationError, match="is in a push twice"):
         push(shard, [4, 4], 4, tables=[0, 0], strict=False)
+
+
+@pytest.mark.parametrize("policy", [LRU(), LFU(), LFU(half_life=2), None])
+def test_pinned_ids_are_kept_by_a_load_into_a_smaller_table(policy: Any) -> None:
+    larger = TableShard([table(eviction=policy, capacity=9)])
+    for version, ids in enumerate(([0, 1, 2, 8], [2, 3, 4], [2, 3, 5]), 1):
+        push(larger, ids, version)
+    shard = TableShard([table(eviction=policy, capacity=5, pinned=[8, 0, 77])])
+    pieces = [piece.only(slice(None), slice(0)) for piece in larger.pieces(2)]
+    if policy is None:
+        with pytest.raises(ConfigurationError, match="capacity is 5, 3 of them for pinned ids"):
+            shard.load(pieces, 3)
+        return
+    shard.load(pieces, 3)
+    assert ids_of(shard) == ([0, 3, 5, 8] if policy == LRU() else [0, 2, 3, 8])
+    assert shard.rows_of().tolist() == [4]  # the fifth place is for 77
+    push(shard, [77, 6], 4)
+    assert {0, 6, 8, 77} < set(ids_of(shard))
+
+
+def test_a_pinned_id_gets_its_row_at_once_and_others_leave_room_for_it() -> None:
+    settings: dict[str, Any] = {"capacity": 3, "pinned": np.array([7, 7, 5])}
+    shard = TableShard([table(admission=CounterFilter(filter_freq=3), **settings)])
+    push(shard, [5, 6], 1)
+    assert ids_of(shard) == [5]
+    push(shard, [6, 4], 2, sightings=[2, 3], strict=False)
+    assert ids_of(shard) == [5, 6]
+    assert shard.counts["refused_full"].tolist() == [1]
+    push(shard, [7], 3)
+    assert ids_of(shard) == [5, 6, 7]
+    texts = table(hash="blake2b", pinned=["<unknown>", "anna"])
+    assert texts.pinned == table(hash="blake2b", pinned=text_ids(["anna", "<unknown>"])).pinned
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pinned": range(4), "capacity": 3}, "'t' has 4 pinned ids and capacity=3: raise it, or"),
+        ({"pinned": [1, 9], "num_embeddings": 9}, "num_embeddings=9 and pins id 9"),
+        ({"pinned": ["anna"]}, "pinned ids of table 't' are of <U4: give integers"),
+        ({"pinned": [-1]}, "pinned ids of table 't' hold -1"),
+    ],
+)
+def test_pins_that_a_table_cannot_have_are_refused(settings: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        table(**settings)
+
+
+def test_pins_for_which_a_part_has_no_room_are_refused_where_the_model_is_made() -> None:
+    ids = np.arange(200_000)
+    of = shard_of(np.zeros(len(ids), np.int32), ids, spread_of([table(capacity=2**15)], 8))
+    pinned = ids[of == of[0]][: 2**14 + 1]
+    with pytest.raises(ConfigurationError, match="'t' has 16385 pinned ids in one of its parts"):
+        TorchModel(
+            Embedding(table(capacity=2**15, pinned=pinned)),
+            data=([0], [0]),
+            batch_size=1,
+            optimizer=sgd(0.1),
+            loss=nn.functional.mse_loss,
+        )
 
 
 def test_a_pull_in_training_says_that_there_will_be_no_room() -> None:

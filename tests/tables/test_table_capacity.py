@@ -40,6 +40,7 @@ ADAM = OPTIMIZERS["Adam"].ours
 LIVES: dict[str, dict[str, Any]] = {
     "LRU": {"capacity": 12, "eviction": LRU()},
     "LFU": {"capacity": 12, "eviction": LFU()},
+    "LFU, some pinned": {"capacity": 12, "eviction": LFU(), "pinned": (2, 17, 19)},
     "LFU, ageing": {"capacity": 12, "eviction": LFU(half_life=3)},
     "counted": {"admission": CounterFilter(filter_freq=3)},
     "by a Bloom filter": {
