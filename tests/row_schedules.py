@@ -53,9 +53,9 @@ Rows = dict[str, dict[int, tuple[Tensor, Tensor]]]
 class TwoTables(nn.Module):
     """Rows of a table with SGD and of one with Adagrad, added up."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_disk: dict[str, Any]) -> None:
         super().__init__()
-        about: dict[str, Any] = {"initial": Constant(FIRST), "dtype": "float64"}
+        about = {"initial": Constant(FIRST), "dtype": "float64"} | on_disk
         self.words, self.others = (
             Embedding(table(name, DIM, optimizer=optimizer, **about))
             for name, optimizer in OPTIMIZERS.items()
@@ -67,12 +67,12 @@ class TwoTables(nn.Module):
         return found
 
 
-def creator(shards: int) -> ModelCreator:
+def creator(shards: int, on_disk: dict[str, Any]) -> ModelCreator:
     """Two workers of it, whose step has all ids."""
 
     def create(worker_index: int, device_index: int) -> TorchModel:
         return TorchModel(
-            TwoTables(),
+            TwoTables(on_disk),
             loss=lambda output, target: output.mean(),
             data=(IDS, torch.zeros(len(IDS))),
             batch_size=len(IDS) // 2,
@@ -104,13 +104,14 @@ class Schedule:
     """One job after the other over the same checkpoints, and the rows that the last one has to have.
 
     Args:
-        seed: of what is done.
+        seed: of what is done; with an odd one most rows are on disk.
         folder: of checkpoints.
         simulated: whether jobs are simulations; else their processes are real.
     """
 
     def __init__(self, seed: int, folder: Path, *, simulated: bool) -> None:
         self.random, self.folder = random.Random(seed), folder
+        self.on_disk = {"directory": str(folder / "rows"), "memory_rows": 4} if seed % 2 else {}
         self.simulation = Simulation(seed, switches=10**6) if simulated else None
         self.rows: Rows = {name: {} for name in OPTIMIZERS}
         self.saved: list[tuple[Path, Rows, int]] = []
@@ -134,7 +135,7 @@ class Schedule:
                 settings["run_config"] = run_config(failure=failure)
             else:
                 settings["run_config"] = RunConfig(failure=failure)
-            yield stack.enter_context(DistributedSGD(creator(shards), 2, **settings))
+            yield stack.enter_context(DistributedSGD(creator(shards, self.on_disk), 2, **settings))
 
     def run(self, actions: int) -> None:
         """Do so many things, and compare after each."""

@@ -14,9 +14,9 @@ from steepest import FailureConfig, RunConfig
 from steepest.core.engine.client import Position
 from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
-from steepest.core.messages.message import worker_peer
+from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.tensors.dtypes import Tensors
-from steepest.errors import PeerLostError
+from steepest.errors import DeadlineError, PeerLostError
 from steepest.runtime.state import snapshots
 from steepest.runtime.state.job_state import JobState
 from steepest.runtime.state.snapshots import Snapshots
@@ -50,8 +50,8 @@ class Driver:
         self.position = Position(1, 0)
         self.run_config = RunConfig(failure=FailureConfig(snapshot_every=every))
         self.job: Job = InProcessCluster(task.creator(), num_workers=2, strategy=config).job
-        actor = object()
-        self.actors = {worker_peer(index): actor for index in range(2)}
+        self.actors = {worker_peer(index): object() for index in range(2)}
+        self.awaited: set[Peer] = set()
         self.client = SimpleNamespace(read=self._read, position=self.position)
         self.fails = False
         fake = SimpleNamespace(
@@ -63,7 +63,7 @@ class Driver:
         self.snapshots = Snapshots(self, self)  # type: ignore[arg-type]
 
     def _read(self, what: str, at: int, options: Any) -> Future[SharedState]:
-        assert (what, options) == ("state", None)
+        assert what == "state"
         self.asked.append((at, Future()))
         if self.fails:
             self.asked[-1][1].set_exception(PeerLostError("a server is gone"))
@@ -78,7 +78,7 @@ class Driver:
         return function()
 
     def capture(self, found: SharedState, workers: Any) -> JobState:
-        return SimpleNamespace(shared=found, workers=workers)  # type: ignore[return-value]
+        return SimpleNamespace(shared=found, workers=workers, job=self.job)  # type: ignore[return-value]
 
     def be_at(self, version: int, after: float = 0.0) -> None:
         """Commits up to a version, and lets the driver look for a snapshot."""
@@ -193,6 +193,35 @@ def test_a_copy_of_another_job_or_of_a_state_that_was_replaced_is_not_kept(
     driver.be_at(4, after=10.0)
     driver.asked[-1][1].set_exception(PeerLostError("a server is gone"))
     assert driver.snapshots.taken.shared.version == 0
+
+
+def test_rows_that_only_one_disk_has_are_copied_without_waiting_for_the_pace(
+    clock: HandMovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, keepers = Driver(clock, monkeypatch, Task(), None), set[object]()
+    copies = SimpleNamespace(advance=lambda: True, failed=None, keepers=keepers)
+    monkeypatch.setattr(snapshots, "keeps_on_disk", lambda cluster: True)
+    monkeypatch.setattr(snapshots, "second_copies", lambda *about: copies)
+    monkeypatch.setattr(snapshots, "drop_calls", lambda calls: None)
+    keepers.update(driver.actors.values())
+    driver.snapshots.begin()
+    driver.clock.seconds += 10.0
+    driver.answer(0)
+    driver.be_at(1, after=1.0)
+    assert len(driver.asked) == 1, "the pace: a hundred times ten seconds"
+    driver.awaited = {worker_peer(1)}  # it has died, and has no successor yet
+    driver.be_at(1)
+    assert len(driver.asked) == 2
+    driver.actors[worker_peer(1)], driver.awaited = object(), set()
+    driver.asked[-1][1].set_exception(PeerLostError("a copy was on its way to a dead process"))
+    driver.be_at(1)
+    assert len(driver.asked) == 3, "of other processes than the last"
+    driver.asked[-1][1].set_exception(DeadlineError("no disk has room"))
+    driver.be_at(2)
+    driver.be_at(2, after=0.9)
+    assert len(driver.asked) == 3, "the pause after a failure that no death explains"
+    driver.be_at(3, after=0.2)
+    assert len(driver.asked) == 4
 
 
 def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(

@@ -297,9 +297,6 @@ class Supervisor:
             self.promised = min(self.promised, cluster.step)  # those undone are not made again
         cluster.await_successors(())
         self._joining = Joining(cluster, self.observation)
-        self.snapshots.interrupted()
-        if change.job.config != cluster.job.config or change.job.shares != cluster.job.shares:
-            self.snapshots.renew_soon()  # a copy of before would have steps made again otherwise
         self._wishes.end_if_granted()
         alike = change.job.versions_per_step == cluster.job.versions_per_step
         now = cluster.client.position.version

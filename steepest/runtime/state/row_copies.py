@@ -65,7 +65,7 @@ def keeps_on_disk(cluster: Cluster) -> bool:
 def second_copies(cluster: Cluster, number: int, names: Iterable[str]) -> RowCopies:
     """Return the copies of the files of a snapshot, one for each, to a second process.
 
-    A process on another node is preferred, then one that hosts servers, then the one with the fewest copies.
+    A living process is preferred, then one on another node, one that hosts servers, the one with the fewest copies.
 
     Args:
         cluster: the job's.
@@ -73,6 +73,7 @@ def second_copies(cluster: Cluster, number: int, names: Iterable[str]) -> RowCop
         names: of the files, which name the servers that wrote them.
     """
     places = {member.actor: member.place for member in cluster.members.values()}
+    living = cluster.living()
     hosting = {process for processes in cluster.holdings().values() for process in processes}
     burden: Counter[Any] = Counter()
     files = []
@@ -83,6 +84,7 @@ def second_copies(cluster: Cluster, number: int, names: Iterable[str]) -> RowCop
         target = min(
             (process for process in places if process is not source),
             key=lambda process: (
+                process not in living,
                 places[process].node == node,
                 process not in hosting,
                 burden[process],

@@ -119,13 +119,13 @@ class Snapshots:
         self.owner = cluster.owner
         self._cluster = cluster
         self._state = state
-        self._stale = False  # whether the last one is of a form that the job has no more
         self._taken: JobState | None = None
         # the commits that the coordinator's log had, and the client that has read them
         self._commits: list[Commit] = []
         self._reader: Client | None = None
         self._request: _CopyRequest | None = None
-        self._due = 0.0  # when the next one may be asked for
+        self._due = 0.0  # when the next one may be asked for, see `_may_ask`
+        self._asked_of: tuple[Client, set[Any]] | None = None  # for the last one; processes
         self._notice = _NOTICE_SECONDS
         self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
         self._seen = (system().now(), 0)  # when one was asked for last, and the version then
@@ -152,13 +152,13 @@ class Snapshots:
         if not self._wanted:
             return
         taken, every = self.taken, self._cluster.run_config.failure.snapshot_every
-        now, version = system().now(), self._cluster.client.position.version
-        if self._request is not None or now < self._due:
+        if not self._may_ask:
             return
+        now, version = system().now(), self._cluster.client.position.version
         if (
-            self._stale
+            taken is None
             or self._lacks
-            or taken is None
+            or self._is_stale
             or abs(version - taken.shared.version) >= (every or 1)
         ):
             seconds = max(now - self._seen[0], 1e-3)
@@ -169,13 +169,34 @@ class Snapshots:
         """Ask for a copy of the present state if there is none, or perhaps no more; no worker may be training."""
         if not self._wanted:
             return
-        if self._lacks and self._request is None and system().now() >= self._due:
+        if self._lacks and self._may_ask:
             self._ask(self._cluster.client.position.version)
 
     @property
     def _lacks(self) -> bool:
         """Whether there is no copy, or a process that had rows of the last one on its disk is gone."""
-        return self.taken is None or not self._keepers <= set(self._cluster.actors.values())
+        return self.taken is None or not self._keepers <= self._living()
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the last copy is of another form than the job: steps would be made again in that."""
+        if (taken := self._taken) is None:
+            return False
+        before, job = taken.job, self._cluster.job
+        return before.config != job.config or before.shares != job.shares
+
+    @property
+    def _may_ask(self) -> bool:
+        """Whether a copy may be asked for now: a death or a change ends the pace, and the pause after a failure."""
+        cluster = self._cluster
+        if self._request is not None or (cluster.awaited and cluster.job.workers_have_state):
+            return False  # a dead worker would not answer
+        return system().now() >= self._due or self._asked_of != (cluster.client, self._living())
+
+    def _living(self) -> set[Any]:
+        """Return the processes with a role, without the dead that are being handled."""
+        cluster = self._cluster
+        return {actor for peer, actor in cluster.actors.items() if peer not in cluster.awaited}
 
     @owned(Moment.WHOLE)
     def ensure(self) -> None:
@@ -183,9 +204,13 @@ class Snapshots:
 
         A copy that takes longer, or that a dead process prevents, does not keep training waiting.
         """
+        until = system().now() + self._cluster.run_config.failure.heartbeat
         self.begin()
-        if self._lacks and (request := self._request) is not None:
-            request.await_all(self._cluster.owner, self._cluster.run_config.failure.heartbeat)
+        while self._lacks and (request := self._request) is not None:
+            request.await_all(self._cluster.owner, max(until - system().now(), 0.0))
+            if not request.has_come():
+                return
+            self.begin()  # again, if a death has spoilt it
 
     def ensure_present(self, meanwhile: Callable[[], None]) -> None:
         """Do as `renew`, also under a strategy that needs no copy, unless the last one is of the present state."""
@@ -195,10 +220,6 @@ class Snapshots:
         here = cluster.job, cluster.client.position.version
         if taken is None or (taken.job, taken.shared.version) != here:
             self._renew(meanwhile)
-
-    def renew_soon(self) -> None:
-        """Let the next look ask for a copy: the last one has a form that the job no longer has."""
-        self._stale, self._due = True, 0.0
 
     def renew(self, meanwhile: Callable[[], None]) -> bool:
         """Take a copy of the state that was set instead of the last one; no worker may be training.
@@ -228,10 +249,6 @@ class Snapshots:
         self._keep_rows(0)
         self._due = 0.0
 
-    def interrupted(self) -> None:
-        """Give up the copy in progress: the client that asked for it is gone."""
-        self._request = None
-
     def _ask(self, version: int, *, stands: bool = False) -> None:
         """Ask servers for their state at a version, and workers that have state of their own.
 
@@ -240,6 +257,7 @@ class Snapshots:
                 void.
         """
         cluster, job = self._cluster, self._cluster.job
+        self._asked_of = cluster.client, self._living()
         together = job.needs_all and not stands
         workers: list[Any] = []
         exactly = None
@@ -278,11 +296,18 @@ class Snapshots:
         return commits
 
     def _collect(self) -> None:
-        """Keep the copy that was asked for if all of it has come, and is of one version."""
-        request = self._request
-        if request is None or not request.has_come():
+        """Keep the copy that was asked for, or drop its files, when all of it has come or will not."""
+        if (request := self._request) is None:
             return
-        self._request, now = None, system().now()
+        void = request.job is not self._cluster.job  # its client is gone
+        if void or request.has_come():
+            self._request = None
+            if void or not self._keep(request):
+                self._keep_rows(*self._on_disk)
+
+    def _keep(self, request: _CopyRequest) -> bool:
+        """Keep a copy if all of it has come, and is of one version; return whether it is kept."""
+        now = system().now()
         self._due = now + _PAUSE_SECONDS
         lost = request.servers.cancelled() or request.servers.exception() is not None
         if request.log is not None and self._reader is self._cluster.client:
@@ -290,27 +315,22 @@ class Snapshots:
             if not lost:
                 self._commits += request.log.result()
         lost = self._is_disk_at_fault(request) or lost
-        if lost or request.job is not self._cluster.job:
-            self._keep_rows(*self._on_disk)
-            return
-        workers, snapshot = self._answers(request), request.servers.result()
-        if workers is None:
-            self._keep_rows(*self._on_disk)
-            return
+        if lost or (workers := self._answers(request)) is None:
+            return False
+        snapshot = request.servers.result()
         own = [each for each in workers if each is not None]
         if len(own) < len(workers) or request.version not in (None, snapshot.version):
             self._due = now + _AGAIN_SECONDS
             self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
-            self._keep_rows(*self._on_disk)
-            return
+            return False
         snapshot.log = list(self._commits) if request.log is not None else None
-        self._taken, self._stale = self._state.capture(snapshot, own), False
+        self._taken = self._state.capture(snapshot, own)
         self._keep_rows(request.rows)
         self._keepers = set() if request.copies is None else request.copies.keepers
         self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
-            return
+            return True
         cost = request.answered - request.asked
         if request.version is not None:  # it waited for that version, which cost nothing
             cost = _COPYING * snapshot.seconds
@@ -318,6 +338,7 @@ class Snapshots:
         # one that had to wait for a busy process says little of what the others will cost
         self._costs.append(cost)
         self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
+        return True
 
     def _keep_rows(self, *numbers: int) -> None:
         """Tell processes to keep only the rows of these snapshots on their disks; 0 is none."""
