@@ -13,7 +13,6 @@ import torch.distributed as dist
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from steepest import collectives
-from steepest.collectives.members import MemberCollective
 from steepest.core.messages.message import member_peer
 from steepest.core.tensors.allocator import keep_freed_memory
 from steepest.core.tensors.shared_memory import AVAILABLE
@@ -21,6 +20,7 @@ from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.runtime.tls.certificates import make_certificate
 from steepest.runtime.tls.connections import Identity, encryption_with
+from steepest.strategies.collectives.members import MemberCollective
 
 ELEMENTS = 25_000_000  # of float32
 

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from steepest.tables.hashing import GAMMA, Distinct, mix, salt_of
-from steepest.tables.kernels import Floats, Int64s, inlined, kernel, read_only
+from steepest.tables.rows.hashing import GAMMA, Distinct, mix, salt_of
+from steepest.tables.rows.kernels import Floats, Int64s, inlined, kernel, read_only
 
 FEATURES, NUMBERS, POWER = 26, 13, 5
 EFFECT, PRODUCT, WEIGHT, BIAS = 0.2, 0.15, 0.2, -1.5  # of the hidden model's logits

@@ -54,15 +54,15 @@ from benchmarks.embedding_disk import run_disk, run_large, run_stores
 from benchmarks.embedding_rivals import RATE, Bags, Fbgemm, OneBag, Trained, Tutorial, make
 from benchmarks.overhead import machine, positive, progress, ratios
 from benchmarks.parameter_server_rivals import ray_started
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import connect
-from steepest.tables.compilation import compile_kernels
-from steepest.tables.index import Index
-from steepest.tables.initial import Uniform
-from steepest.tables.local import LocalRows
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.table import Table
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import connect
+from steepest.tables.rows.compilation import compile_kernels
+from steepest.tables.rows.index import Index
+from steepest.tables.rows.initial import Uniform
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.table import Table
 
 FEATURES, BATCH, DIM, ROWS = 26, 4096, 16, 100_000
 LOOK_UPS = FEATURES * BATCH

@@ -15,7 +15,7 @@ from benchmarks.clicks import FEATURES, NUMBERS, Clicks
 from benchmarks.embedding_rivals import RATE
 from steepest import EmbeddingCollection, Table, TorchModel
 from steepest.tables import Adagrad, Uniform
-from steepest.tables.local import LocalRows
+from steepest.tables.rows.local import LocalRows
 
 Batch = tuple[Tensor, Tensor]  # ids (features, batch), gradients of their embeddings with a dim
 

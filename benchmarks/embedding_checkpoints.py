@@ -45,11 +45,11 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.embedding.modules import Embedding
 from steepest.runtime.places import processor_use
-from steepest.tables.initial import Uniform
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.table import Table
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Uniform
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.table import Table
 
 FEATURES, BATCH, DIM = 26, 4096, 16
 SPREAD = 2_654_435_761  # ids that are no small numbers

@@ -16,16 +16,16 @@ import torch
 
 from benchmarks.embedding_rivals import RATE
 from benchmarks.overhead import progress, ratios
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import connect
-from steepest.tables.compilation import compile_kernels
-from steepest.tables.hashing import Distinct
-from steepest.tables.initial import Uniform
-from steepest.tables.local import LocalRows
-from steepest.tables.row_log import RowLog
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.table import Table
-from steepest.tables.tiered_rows import TieredRows
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import connect
+from steepest.tables.rows.compilation import compile_kernels
+from steepest.tables.rows.hashing import Distinct
+from steepest.tables.rows.initial import Uniform
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_log import RowLog
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.table import Table
+from steepest.tables.rows.tiered_rows import TieredRows
 
 FEATURES, BATCH, DIM = 26, 4096, 16
 LOOK_UPS = FEATURES * BATCH

@@ -42,14 +42,14 @@ from benchmarks.clicks import Clicks, auc
 from benchmarks.embedding import DIM, LOOK_UPS, ids_of, report, resident, timed, turns
 from benchmarks.embedding_bodies import ClickNetwork
 from benchmarks.overhead import machine, positive, progress
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import connect, tables_of
-from steepest.tables.compilation import compile_kernels
-from steepest.tables.hashing import Distinct
-from steepest.tables.local import LocalRows
-from steepest.tables.row_optimizers import RowWiseAdagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.table import Table
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import connect, tables_of
+from steepest.tables.rows.compilation import compile_kernels
+from steepest.tables.rows.hashing import Distinct
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_optimizers import RowWiseAdagrad
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.table import Table
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FORMATS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from steepest.embedding.torch_model import TorchModel
+    from steepest.tables.modules.torch_model import TorchModel
 
 LEARNING_RATE = 0.01
 ADAM_LEARNING_RATE = 0.001
@@ -128,7 +128,7 @@ class Workload:
 
     def model(self) -> TorchModel:
         """The network and its data as steepest trains them."""
-        from steepest.embedding.torch_model import TorchModel
+        from steepest.tables.modules.torch_model import TorchModel
 
         return TorchModel(
             self.build(),

@@ -41,11 +41,11 @@ from benchmarks.overhead import positive
 from benchmarks.plan_published import show
 from benchmarks.slow_links import Slowly
 from benchmarks.training_bodies import job_team
+from steepest.cli.planning.events import Links
+from steepest.cli.planning.measuring import measure
+from steepest.cli.planning.profile import Costs, Profile
+from steepest.cli.planning.simulation import predict
 from steepest.core.strategies.strategy import Strategy
-from steepest.planning.events import Links
-from steepest.planning.measuring import measure
-from steepest.planning.profile import Costs, Profile
-from steepest.planning.simulation import predict
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy

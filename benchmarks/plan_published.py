@@ -5,7 +5,7 @@
     python -m benchmarks.plan_published --chunks     # what smaller chunks bring where there are many hosts; ten minutes
 
 The figures are of other systems on other hardware, so each is compared with two simulations: of *their* schedule, in
-which a chunk's result leaves as soon as that chunk is reduced (`steepest.planning.roles.SendingSchedule`), and of
+which a chunk's result leaves as soon as that chunk is reduced (`steepest.cli.planning.roles.SendingSchedule`), and of
 *ours*, in which new weights leave when the whole step is committed. What a model
 needs is taken from what others published:
 
@@ -35,15 +35,15 @@ from math import gcd
 
 import torch
 
+from steepest.cli.planning.events import Links
+from steepest.cli.planning.profile import Costs, Profile
+from steepest.cli.planning.roles import STAGED, STREAMED, SendingSchedule
+from steepest.cli.planning.simulation import make_job, predict, predict_job
 from steepest.core.engine.job import Job
 from steepest.core.engine.topology import HostMap
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
-from steepest.planning.events import Links
-from steepest.planning.profile import Costs, Profile
-from steepest.planning.roles import STAGED, STREAMED, SendingSchedule
-from steepest.planning.simulation import make_job, predict, predict_job
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy

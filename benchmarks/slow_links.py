@@ -40,9 +40,9 @@ from benchmarks.overhead import positive
 from benchmarks.slow_link_rivals import bytes_sent, missing, torchft_team
 from benchmarks.training_bodies import MLP10, job_team, take_part
 from steepest.core.strategies.strategy import Strategy
-from steepest.embedding.torch_model import TorchModel
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.tables.modules.torch_model import TorchModel
 
 EVERY = 100  # batches between two exchanges of a weight
 SAMPLES = 4800  # an epoch of 1, 2, 3 or 4 workers has whole rounds of `EVERY` batches

@@ -12,8 +12,8 @@ from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.transport.frames import FrameReader
 from steepest.core.transport.sockets import WireTransport
 from steepest.core.transport.stream import WireChannel
-from steepest.embedding.torch_model import TorchModel
 from steepest.strategies.compression.gradient_compressor import GradientCompressor
+from steepest.tables.modules.torch_model import TorchModel
 
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     (

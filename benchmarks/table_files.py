@@ -44,13 +44,13 @@ from steepest import (
     RunConfig,
     TorchModel,
 )
-from steepest.embedding.modules import Embedding
 from steepest.runtime.places import processor_use
-from steepest.tables.hashing import deal
-from steepest.tables.initial import Uniform
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.table import Table, spread_of
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.hashing import deal
+from steepest.tables.rows.initial import Uniform
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.table import Table, spread_of
 
 DIM, FEATURES, BATCH, FILE = 16, 64, 4096, 64 << 20
 SPREAD = 2_654_435_761  # ids that are no small numbers

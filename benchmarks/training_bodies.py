@@ -42,12 +42,12 @@ from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.shared_memory import allocate
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.embedding.torch_model import TorchModel
 from steepest.extensions import EXTENSIONS
 from steepest.runtime.scheduling import give_way
 from steepest.strategies.aggregation.host_aggregator import host_aggregator
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.tables.modules.torch_model import TorchModel
 
 MLP10 = Workload(
     "mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6

@@ -32,8 +32,8 @@ from benchmarks.models import WORKLOADS
 from benchmarks.namespaces import HOST, Orders
 from benchmarks.overhead import positive
 from benchmarks.training_bodies import job_team, take_part
-from steepest.embedding.torch_model import TorchModel
 from steepest.strategies.local import LocalStrategy
+from steepest.tables.modules.torch_model import TorchModel
 
 WORKERS = 4
 SAMPLES = 48_000  # no epoch ends in the middle

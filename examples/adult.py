@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 
 TEXTS, NUMBERS = (1, 3, 5, 6, 7, 8, 9, 13), (0, 4, 10, 11, 12)  # columns
 Data = tuple[Tensor, Tensor, Tensor]  # ids (n, 8), numbers (n, 5), and 0 or 1 (n,)

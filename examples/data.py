@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 
 URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")

@@ -6,7 +6,7 @@ import hashlib
 import urllib.request
 from pathlib import Path
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 
 
 def read(place: str, url: str, sha256: str, folder: Path | None) -> bytes | None:

@@ -27,7 +27,7 @@ except ImportError as error:
     raise SystemExit("needs scikit-learn: pip install 'steepest[demo]'") from error
 
 from steepest import DistributedSGD, RayDataset, TorchModel
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 
 
 def read(place: str | None) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -55,7 +55,7 @@ GROUPS = {
         "Table", "Embedding", "EmbeddingBag", "EmbeddingCollection", "Bucketize", "connect", "ExportedTable",
         "ServedTable", "TableRows",
     ),
-    "Shared arrays, collectives, predictions": ("ParameterServer", "ring_allreduce", "plan", "Forecast"),
+    "Shared arrays, collectives, predictions": ("ParameterServer", "ring_allreduce", "plan", "Forecast", "plan_tables"),
     "Protocols, for what you write yourself": (
         "Model", "Computed", "ParameterLayout", "OptimizerSpec", "Strategy", "Codec",
     ),

@@ -14,22 +14,21 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.adapters.jax import JaxModel as JaxModel
     from steepest.adapters.lightning import LightningModel as LightningModel
     from steepest.adapters.tensorflow import TensorFlowModel as TensorFlowModel
-    from steepest.checkpoint.changed_rows import TableRows as TableRows
-    from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
-    from steepest.checkpoint.served_table import ServedTable as ServedTable
     from steepest.checkpoint.stream_offsets import next_offsets as next_offsets
-    from steepest.collectives.ring import ring_allreduce as ring_allreduce
-    from steepest.config.compression import Int2 as Int2
-    from steepest.config.compression import Int4 as Int4
-    from steepest.config.compression import Int8 as Int8
-    from steepest.config.compression import PowerSGD as PowerSGD
-    from steepest.config.compression import TopK as TopK
-    from steepest.config.run import DeadlineConfig as DeadlineConfig
-    from steepest.config.run import FailureConfig as FailureConfig
-    from steepest.config.run import ResourceConfig as ResourceConfig
-    from steepest.config.run import RunConfig as RunConfig
-    from steepest.config.run import TLSConfig as TLSConfig
+    from steepest.cli.planning.forecast import Forecast as Forecast
+    from steepest.cli.planning.plan import plan as plan
+    from steepest.cli.planning.table_plan import plan_tables as plan_tables
+    from steepest.core.config.compression import Int2 as Int2
+    from steepest.core.config.compression import Int4 as Int4
+    from steepest.core.config.compression import Int8 as Int8
+    from steepest.core.config.compression import PowerSGD as PowerSGD
+    from steepest.core.config.compression import TopK as TopK
+    from steepest.core.config.run import DeadlineConfig as DeadlineConfig
+    from steepest.core.config.run import FailureConfig as FailureConfig
+    from steepest.core.config.run import ResourceConfig as ResourceConfig
+    from steepest.core.config.run import RunConfig as RunConfig
+    from steepest.core.config.run import TLSConfig as TLSConfig
     from steepest.core.data.offset_stream import OffsetStream as OffsetStream
     from steepest.core.data.sources import IndexedStream as IndexedStream
     from steepest.core.engine.commit_log import Commit as Commit
@@ -43,12 +42,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.core.tensors.codec import Codec as Codec
     from steepest.core.tensors.layout import ParameterLayout as ParameterLayout
     from steepest.data.ray_dataset import RayDataset as RayDataset
-    from steepest.embedding.bucketize import Bucketize as Bucketize
-    from steepest.embedding.collection import EmbeddingCollection as EmbeddingCollection
-    from steepest.embedding.modules import Embedding as Embedding
-    from steepest.embedding.modules import EmbeddingBag as EmbeddingBag
-    from steepest.embedding.modules import connect as connect
-    from steepest.embedding.torch_model import TorchModel as TorchModel
     from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
     from steepest.loop.calls import epochs as epochs
     from steepest.loop.calls import gather as gather
@@ -77,48 +70,56 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.results import Stats as Stats
     from steepest.observe.results import StepResult as StepResult
     from steepest.parameter_server.api import ParameterServer as ParameterServer
-    from steepest.planning.forecast import Forecast as Forecast
-    from steepest.planning.plan import plan as plan
     from steepest.runtime.driver.prometheus import Prometheus as Prometheus
     from steepest.runtime.driver.trainer import DistributedSGD as DistributedSGD
     from steepest.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
+    from steepest.strategies.collectives.ring import ring_allreduce as ring_allreduce
     from steepest.strategies.local import LocalStrategy as LocalStrategy
     from steepest.strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
     from steepest.strategies.simple import SimpleStrategy as SimpleStrategy
-    from steepest.tables.table import Table as Table
+    from steepest.tables.files.changed_rows import TableRows as TableRows
+    from steepest.tables.files.exported_table import ExportedTable as ExportedTable
+    from steepest.tables.files.served_table import ServedTable as ServedTable
+    from steepest.tables.modules.bucketize import Bucketize as Bucketize
+    from steepest.tables.modules.collection import EmbeddingCollection as EmbeddingCollection
+    from steepest.tables.modules.embedding import Embedding as Embedding
+    from steepest.tables.modules.embedding import EmbeddingBag as EmbeddingBag
+    from steepest.tables.modules.embedding import connect as connect
+    from steepest.tables.modules.torch_model import TorchModel as TorchModel
+    from steepest.tables.rows.table import Table as Table
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "AllreduceStrategy": "strategies.allreduce",
-    "Bucketize": "embedding.bucketize",
+    "Bucketize": "tables.modules.bucketize",
     "Callback": "observe.progress",
     "Checkpoints": "checkpoint.files",
     "Codec": "core.tensors.codec",
     "Commit": "core.engine.commit_log",
     "CommitLog": "core.engine.commit_log",
     "Computed": "core.models.protocol",
-    "DeadlineConfig": "config.run",
+    "DeadlineConfig": "core.config.run",
     "DistributedSGD": "runtime.driver.trainer",
     "EarlyStopping": "observe.evaluations",
     "EvaluationResult": "observe.results",
-    "Embedding": "embedding.modules",
-    "EmbeddingBag": "embedding.modules",
-    "EmbeddingCollection": "embedding.collection",
+    "Embedding": "tables.modules.embedding",
+    "EmbeddingBag": "tables.modules.embedding",
+    "EmbeddingCollection": "tables.modules.collection",
     "Event": "observe.results",
-    "ExportedTable": "checkpoint.exported_table",
-    "TableRows": "checkpoint.changed_rows",
-    "ServedTable": "checkpoint.served_table",
-    "FailureConfig": "config.run",
+    "ExportedTable": "tables.files.exported_table",
+    "TableRows": "tables.files.changed_rows",
+    "ServedTable": "tables.files.served_table",
+    "FailureConfig": "core.config.run",
     "History": "observe.history",
-    "Forecast": "planning.forecast",
+    "Forecast": "cli.planning.forecast",
     "HuggingFaceModel": "adapters.hugging_face",
     "IndexedStream": "core.data.sources",
-    "Int2": "config.compression",
-    "Int4": "config.compression",
-    "Int8": "config.compression",
+    "Int2": "core.config.compression",
+    "Int4": "core.config.compression",
+    "Int8": "core.config.compression",
     "JaxModel": "adapters.jax",
     "LightningModel": "adapters.lightning",
     "LocalStrategy": "strategies.local",
@@ -131,36 +132,37 @@ _MODULES = {
     "ParameterLayout": "core.tensors.layout",
     "ParameterServer": "parameter_server.api",
     "ParameterServerStrategy": "strategies.parameter_server",
-    "PowerSGD": "config.compression",
+    "PowerSGD": "core.config.compression",
     "ProcessInfo": "observe.results",
     "Prometheus": "runtime.driver.prometheus",
     "RayDataset": "data.ray_dataset",
     "ReduceOnPlateau": "observe.evaluations",
-    "ResourceConfig": "config.run",
-    "RunConfig": "config.run",
+    "ResourceConfig": "core.config.run",
+    "RunConfig": "core.config.run",
     "SimpleStrategy": "strategies.simple",
     "Strategy": "core.strategies.strategy",
     "Staleness": "observe.results",
     "Stats": "observe.results",
     "StepResult": "observe.results",
-    "TLSConfig": "config.run",
-    "Table": "tables.table",
+    "TLSConfig": "core.config.run",
+    "Table": "tables.rows.table",
     "TensorBoard": "observe.loggers",
     "TensorFlowModel": "adapters.tensorflow",
-    "TopK": "config.compression",
-    "TorchModel": "embedding.torch_model",
+    "TopK": "core.config.compression",
+    "TorchModel": "tables.modules.torch_model",
     "Trackio": "observe.loggers",
     "WandB": "observe.loggers",
     "accuracy": "core.models.torch",
-    "connect": "embedding.modules",
-    "ring_allreduce": "collectives.ring",
+    "connect": "tables.modules.embedding",
+    "ring_allreduce": "strategies.collectives.ring",
     "RunResult": "loop.run",
     "clip_grad_norm_": "loop.calls",
     "epochs": "loop.calls",
     "gather": "loop.calls",
     "leaving": "loop.calls",
     "next_offsets": "checkpoint.stream_offsets",
-    "plan": "planning.plan",
+    "plan": "cli.planning.plan",
+    "plan_tables": "cli.planning.table_plan",
     "prepare": "loop.calls",
     "rank": "loop.calls",
     "register": "loop.calls",
@@ -169,7 +171,14 @@ _MODULES = {
     "size": "loop.calls",
     "weight": "loop.calls",
 }
-_NEED_NUMBA = {"Embedding", "EmbeddingBag", "EmbeddingCollection", "Table", "connect"}
+_NEED_NUMBA = {
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
+    "Table",
+    "connect",
+    "plan_tables",
+}
 _NEEDS = {"numba": _NEED_NUMBA, "jax": {"JaxModel"}}
 # what `from steepest import *` takes can be had without an extra
 __all__ = sorted(

@@ -8,11 +8,11 @@ from steepest.core.engine.exchange import Compressor
 from steepest.core.engine.extension import Extension
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.embedding.extension import EmbeddingTables
 from steepest.strategies.aggregation.extension import Aggregation
 from steepest.strategies.compression.gradient_compressor import GradientCompressor
 from steepest.strategies.local_sgd.extension import LocalSgd
 from steepest.strategies.process_groups.extension import ProcessGroups
+from steepest.tables.job.extension import EmbeddingTables
 
 
 class Compression(Extension):

@@ -32,9 +32,9 @@ from steepest import (
     SimpleStrategy,
     StepResult,
 )
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.errors import PeerLostError
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.driver_worlds import FAMILIES, Family, Worlds, of_size, paced, under
 from tests.reference import same_bits
 from tests.simulated_programs import Fault, quiet

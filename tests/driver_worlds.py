@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from steepest.core.data.sampler import SamplePlan, even_share
-from steepest.embedding.torch_model import TorchModel
 from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.tables.modules.torch_model import TorchModel
 from tests.reference import samples
 from tests.simulation.run import pause
 

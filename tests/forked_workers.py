@@ -25,7 +25,7 @@ MODULES = (
     "ray.actor",
     "steepest.runtime.process",
     "steepest.core.models.torch",
-    "steepest.embedding.torch_model",
+    "steepest.tables.modules.torch_model",
     "steepest.testing",
     "pytest",
 )

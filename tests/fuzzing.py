@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
-from steepest.collectives.messages import MemberKind
 from steepest.core.messages.message import ROLES, Kind, Message, Peer
 from steepest.core.tensors.memory import as_tensor, clone
 from steepest.core.transport.frames import HEADER, decode_header, encode
 from steepest.core.transport.router import Router
-from steepest.embedding.row_messages import RowKind
 from steepest.errors import DeadlineError, ProtocolError
+from steepest.strategies.collectives.messages import MemberKind
+from steepest.tables.job.row_messages import RowKind
 from steepest.testing import Link, Network
 
 ODD: tuple[Any, ...] = (

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steepest.collectives.members import MemberCollective
-from steepest.collectives.protocol import Collective
-from steepest.collectives.torch_group import TorchCollective
 from steepest.core.messages.message import member_peer
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
+from steepest.strategies.collectives.members import MemberCollective
+from steepest.strategies.collectives.protocol import Collective
+from steepest.strategies.collectives.torch_group import TorchCollective
 from steepest.testing import InProcessCollective
 
 TOKEN = b"correct horse battery staple"

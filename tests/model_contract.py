@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from steepest.core.models.protocol import Computed, Model
 from steepest.core.models.torch import accuracy
 from steepest.core.tensors.layout import ChunkSpec
-from steepest.embedding.torch_model import TorchModel
+from steepest.tables.modules.torch_model import TorchModel
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(12, 3, generator=GENERATOR, dtype=torch.float64)

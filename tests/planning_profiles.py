@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from steepest.cli.planning.profile import Costs, Profile
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
-from steepest.planning.profile import Costs, Profile
 
 MEGABYTE = 1 << 20
 

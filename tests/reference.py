@@ -11,7 +11,7 @@ from torch import nn
 
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.torch_model import TorchModel
+from steepest.tables.modules.torch_model import TorchModel
 
 Weights = dict[str, torch.Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]

@@ -24,9 +24,9 @@ from steepest import (
     TorchModel,
 )
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.modules import Embedding
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import SGD, Adagrad
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import SGD, Adagrad
 from tests.reference import sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config

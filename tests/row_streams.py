@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.imported_rows import imported_rows, load_with_imported
-from steepest.checkpoint.saved_rows import ShardMark
 from steepest.core.tensors.layout import Chunk, ElementType
 from steepest.data.storage.places import StoragePlace
-from steepest.embedding.restored_shards import RestoredShards, RowsWanted
-from steepest.embedding.row_writer import RowWriter
-from steepest.embedding.table_chunk import TableChunk
-from steepest.tables.admission import CounterFilter
-from steepest.tables.dealing import Dealing
-from steepest.tables.eviction import GlobalStepEvict
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import SGD, Adagrad, RowOptimizer
-from steepest.tables.state import appended
-from steepest.tables.table import Table
+from steepest.tables.files.imported_rows import imported_rows, load_with_imported
+from steepest.tables.files.saved_rows import ShardMark
+from steepest.tables.job.restored_shards import RestoredShards, RowsWanted
+from steepest.tables.job.row_writer import RowWriter
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.rows.admission import CounterFilter
+from steepest.tables.rows.dealing import Dealing
+from steepest.tables.rows.eviction import GlobalStepEvict
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import SGD, Adagrad, RowOptimizer
+from steepest.tables.rows.state import appended
+from steepest.tables.rows.table import Table
 from tests.checkpoint_contents import content
 
 DIM, FIRST, SEEN, LIVES = 2, 0.5, 2, 1

@@ -26,10 +26,10 @@ from steepest import (
     StepResult,
 )
 from steepest.checkpoint import files
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.core.engine.commit_log import CommitLog
 from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, SteepestError
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.reference import Task, Weights, same_bits, samples, sgd
 from tests.simulation.run import Simulation, pause, run_config
 from tests.table_tasks import counting, expected_counts, rows_in, table_values

@@ -27,10 +27,10 @@ from steepest import (
     StepResult,
 )
 from steepest.checkpoint import files
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulated_programs import linear
 from tests.simulation.run import Interruption, Simulation, pause, run_config

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, TorchModel
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.modules import Embedding
-from steepest.tables.initial import Constant
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Constant
 from tests.reference import sgd
 from tests.simulation.run import Simulation
 from tests.table_tools import table

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from steepest.checkpoint.files import Checkpoint
-from steepest.checkpoint.row_values import wide
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.optim.portable import Record
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.modules import Embedding, EmbeddingBag, tables_of
-from steepest.embedding.restored_shards import MADE, RestoredShards, RowsWanted
-from steepest.embedding.table_chunk import TableChunk
 from steepest.runtime.state.row_read import rows_of as rows_of_state
-from steepest.tables.initial import Zeros
-from steepest.tables.local import LocalRows
-from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
-from steepest.tables.state import TableState
-from steepest.tables.table import Table, groups
+from steepest.tables.files.row_values import wide
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.restored_shards import MADE, RestoredShards, RowsWanted
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.modules.embedding import Embedding, EmbeddingBag, tables_of
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
+from steepest.tables.rows.state import TableState
+from steepest.tables.rows.table import Table, groups
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.replay import replay_state
+from steepest.testing.log_replay import replay_state
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 ROWS, DIM = 20, 3  # ids are below ROWS

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from steepest.tables.row_optimizers import SGD, RowOptimizer
-from steepest.tables.shard import TableShard
-from steepest.tables.state import TableState
-from steepest.tables.table import Table
+from steepest.tables.rows.row_optimizers import SGD, RowOptimizer
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.state import TableState
+from steepest.tables.rows.table import Table
 
 
 def table(name: str = "t", dim: int = 4, **settings: Any) -> Table:

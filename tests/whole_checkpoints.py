@@ -9,11 +9,11 @@ import torch
 
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.checkpoint.row_pieces import rows_of_shard
-from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
 from steepest.data.storage.places import StoragePlace
 from steepest.errors import CheckpointError
-from steepest.tables.state import appended
+from steepest.tables.files.row_pieces import rows_of_shard
+from steepest.tables.files.saved_rows import CheckpointRows, SavedFile
+from steepest.tables.rows.state import appended
 
 
 def all_of(path: StoragePlace) -> files.Checkpoint:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan import Compared, cases
 from benchmarks.plan_published import RESNET_101, published_profile
-from steepest.planning.simulation import make_job
+from steepest.cli.planning.simulation import make_job
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:

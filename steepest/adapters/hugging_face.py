@@ -22,8 +22,8 @@ from steepest.core.models.step_size import step_size
 from steepest.core.models.torch import Metric
 from steepest.core.optim.detached_schedule import DetachedSchedule
 from steepest.data.drawn import Drawn, as_drawn
-from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
+from steepest.tables.modules.torch_model import TorchModel
 
 
 class HuggingFaceModel(TorchModel):

@@ -16,8 +16,8 @@ from steepest.core.models.protocol import Computed, Ready, Where
 from steepest.core.models.scalars import describe
 from steepest.core.models.step_size import step_size
 from steepest.core.optim.detached_schedule import DetachedSchedule
-from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
+from steepest.tables.modules.torch_model import TorchModel
 from steepest.validation import require_count
 
 _PACKAGES = ("lightning", "pytorch_lightning")

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from steepest.checkpoint import files
-from steepest.checkpoint.manifest import MANIFEST
 from steepest.data.storage.blocks import Progress, no_progress
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import StorageError, StoragePlace
 from steepest.errors import CheckpointError, SteepestError
+from steepest.tables.files.saved_rows import MANIFEST
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-step-\d+")

@@ -25,18 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from steepest.checkpoint.changed_rows import RowChange
-from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
-from steepest.checkpoint.safetensors_file import read_some, read_tensors, write_tensors
-from steepest.checkpoint.saved_rows import TABLES as ROWS
-from steepest.checkpoint.saved_rows import CheckpointRows, RowLayer, SavedFile, ShardMark, shards_in
-from steepest.checkpoint.table_moves import (
-    changes_of_tables,
-    renamed_tables,
-    require_hashes,
-    require_renames,
-    require_tables,
-)
+from steepest.checkpoint.manifest import KINDS, decode_manifest, encode_manifest
 from steepest.core.data.fingerprint import Fingerprint, differences
 from steepest.core.optim.spec import stateful
 from steepest.core.tensors.dtypes import LOOP_STATE
@@ -44,7 +33,26 @@ from steepest.core.tensors.layout import ParameterLayout
 from steepest.data.storage.blocks import Progress, no_progress
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import StorageError, StoragePlace, place_of
+from steepest.data.storage.safetensors_file import read_some, read_tensors, write_tensors
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
+from steepest.tables.files.changed_rows import RowChange
+from steepest.tables.files.saved_rows import (
+    MANIFEST,
+    ROW_FILES,
+    TABLES,
+    CheckpointRows,
+    RowLayer,
+    SavedFile,
+    ShardMark,
+    shards_in,
+)
+from steepest.tables.files.table_moves import (
+    changes_of_tables,
+    renamed_tables,
+    require_hashes,
+    require_renames,
+    require_tables,
+)
 from steepest.validation import (
     require_choice,
     require_count,
@@ -469,13 +477,13 @@ def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_pr
         old = [] if replaced is None else _names(path)
         for kind in KINDS:
             files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
-        files[TABLES] = []
+        files[ROW_FILES] = []
         if (rows := checkpoint.rows) is not None:
             rows.write_into(_absolute(path), stamp)
             for part in filter(None, _with_progress(rows, path, progress)):
-                entry = written(f"{TABLES}-{stamp}-{len(files[TABLES])}", part)
-                files[TABLES].append(entry | {"shards": list(shards_in(part))})
-            files[TABLES] += rows.written
+                entry = written(f"{ROW_FILES}-{stamp}-{len(files[ROW_FILES])}", part)
+                files[ROW_FILES].append(entry | {"shards": list(shards_in(part))})
+            files[ROW_FILES] += rows.written
             about = {**about, **rows.about()}
         manifest = encode_manifest(files, about)
         progress(path / MANIFEST)
@@ -512,7 +520,7 @@ def _written_by_others(path: StoragePlace, stamp: str) -> list[StoragePlace]:
         there = storage_of(path).files(path)
     except OSError:
         return []
-    return [file for file in there if file.name.startswith(f"{TABLES}-{stamp}-")]
+    return [file for file in there if file.name.startswith(f"{ROW_FILES}-{stamp}-")]
 
 
 def _is_still(path: StoragePlace, version: str | None) -> bool:
@@ -534,7 +542,7 @@ def _names(path: StoragePlace) -> list[str]:
     except CheckpointError as error:
         log.warning("its files stay: %s", error)
         return []
-    return [about["name"] for about in (*(files[kind] for kind in KINDS), *files[TABLES])]
+    return [about["name"] for about in (*(files[kind] for kind in KINDS), *files[ROW_FILES])]
 
 
 def _clear(path: StoragePlace, old: Collection[str], progress: Progress) -> None:
@@ -550,7 +558,7 @@ def _clear(path: StoragePlace, old: Collection[str], progress: Progress) -> None
     commits = {file.name: found[1] for file in there if (found := _COMMIT.fullmatch(file.name))}
     for file in there:
         kind, _, rest = file.name.partition("-")
-        left = kind in (*KINDS, TABLES) and rest.startswith(tuple(commits.values()))
+        left = kind in (*KINDS, ROW_FILES) and rest.startswith(tuple(commits.values()))
         if left or file.name in commits or file.name in old:
             progress(file)
             with contextlib.suppress(OSError):  # those that stay do no harm
@@ -593,18 +601,19 @@ def read_apart(path: StoragePlace) -> Checkpoint:
     layers = [_layer(path, files, about), *_of_bases(path, about, _layer)]
     rows = CheckpointRows(about.get("tables", ()), tuple(layers))
     rows.require_sound(path)
-    state = {name: value for name, value in state.items() if not name.startswith(ROWS)}
+    state = {name: value for name, value in state.items() if not name.startswith(TABLES)}
     about = {key: value for key, value in about.items() if key not in ("base", "shards")}
     return Checkpoint(weights, state, replicas, about, saved_rows=rows if rows.marks else None)
 
 
 def _layer(path: StoragePlace, files: Mapping[str, Any], about: Mapping[str, Any]) -> RowLayer:
     """Return which files of a checkpoint have rows; of an earlier release's they are looked into."""
-    entries, folder = [*files[TABLES], files["optimizer"]], _absolute(path)
+    entries, folder = [*files[ROW_FILES], files["optimizer"]], _absolute(path)
     if "shards" in about:
         marks = [ShardMark(*each) for each in about["shards"]]
         found = [
-            SavedFile(each["name"], folder, each, tuple(each["shards"])) for each in files[TABLES]
+            SavedFile(each["name"], folder, each, tuple(each["shards"]))
+            for each in files[ROW_FILES]
         ]
         return RowLayer(tuple(found), tuple(marks))
     of_files, first = [], dict[int, dict[str, torch.Tensor]]()
@@ -613,7 +622,7 @@ def _layer(path: StoragePlace, files: Mapping[str, Any], about: Mapping[str, Any
         if shards := shards_in(names):
             of_files.append(SavedFile(each["name"], folder, each, shards))
         for name, value in tensors.items():
-            shard, _, key = name.removeprefix(ROWS).partition("/")
+            shard, _, key = name.removeprefix(TABLES).partition("/")
             first.setdefault(int(shard), {}).setdefault(key, value)
     if sorted(first) != list(range(len(first))):
         raise CheckpointError(f"damaged checkpoint at {path}: it has the shards {sorted(first)}")
@@ -626,7 +635,7 @@ def _some(
     """Return the names of all tensors of a file, and those tensors that are marks of shards."""
 
     def is_mark(name: str) -> bool:
-        return name.startswith(ROWS) and name.rpartition("/")[2] in ShardMark._fields
+        return name.startswith(TABLES) and name.rpartition("/")[2] in ShardMark._fields
 
     try:
         with storage_of(path).on_disk(path / about["name"]) as file:

@@ -11,16 +11,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from steepest.errors import CheckpointError
+from steepest.tables.files.saved_rows import ROW_FILES
 
 FORMAT = 2
-MANIFEST = "manifest.json"
 #: The greatest number, and the greatest step: a step may be an update of each worker, and updates are counted likewise.
 _MOST, _MOST_STEPS = 1 << 62, 1 << 40
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxlong = 60
 KINDS = ("weights", "optimizer", "replicas")
-#: Any number of files of rows of embedding tables.
-TABLES = "tables"
 
 
 def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
@@ -60,8 +58,8 @@ def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     for kind in KINDS:
         if not isinstance(files, dict) or not _is_file(kind, files.get(kind)):
             raise CheckpointError(f"it names no file of {kind} in its directory")
-    if not _is_list(files.get(TABLES), lambda file: _is_file(TABLES, file)):
-        raise CheckpointError(f"it names no files of {TABLES} in its directory")
+    if not _is_list(files.get(ROW_FILES), lambda file: _is_file(ROW_FILES, file)):
+        raise CheckpointError(f"it names no files of {ROW_FILES} in its directory")
     for key, (fits, required) in _ABOUT.items():
         if (key in content or required) and not fits(content.get(key)):
             raise CheckpointError(f"{key!r} is {_shown.repr(content.get(key, 'not there')):.100}")

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from steepest.checkpoint.files import Checkpoint, DamagedRowsError
-from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile, ShardMark
-from steepest.checkpoint.table_moves import described_tables, slots_stay
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.tables.files.saved_rows import CheckpointRows, SavedFile, ShardMark
+from steepest.tables.files.table_moves import described_tables, slots_stay
 
 if TYPE_CHECKING:
-    from steepest.tables.dealing import Dealing
-    from steepest.tables.state import TableState
-    from steepest.tables.table import Table
+    from steepest.tables.rows.dealing import Dealing
+    from steepest.tables.rows.state import TableState
+    from steepest.tables.rows.table import Table
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ def _held_rows(
     held: _SavedTable, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
 ) -> _SavedRows:
     """Return the rows of a table that workers held, as one piece, and take them out of weights and state."""
-    from steepest.tables.state import TableState
+    from steepest.tables.rows.state import TableState
 
     if held.parameter not in weights:
         raise CheckpointError(f"it has no {held.parameter!r}, the rows of its table {held.name!r}")
@@ -131,7 +131,7 @@ def _held_rows(
 
 def _served_rows(name: str, saved: Checkpoint) -> _SavedRows | None:
     """Return the rows that servers had of a table; None if they had no such table."""
-    from steepest.checkpoint.row_pieces import rows_of_table
+    from steepest.tables.files.row_pieces import rows_of_table
 
     known = described_tables(saved.about.get("tables", ()))
     if name not in known or saved.saved_rows is None:
@@ -145,7 +145,7 @@ def _begun_with(
     found: _SavedRows | None, table: Table, seed: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the values of all rows of a table, and the state of its optimizer, with the rows that there were."""
-    from steepest.tables.replicated import first_values
+    from steepest.tables.rows.replicated import first_values
 
     values, state = torch.from_numpy(first_values(table, seed)), dict[str, torch.Tensor]()
     if found is None:

@@ -8,7 +8,7 @@ import importlib
 import threading
 from collections.abc import Iterator
 
-from steepest.config.run import RUNTIMES, cluster_address
+from steepest.core.config.run import RUNTIMES, cluster_address
 
 
 def add_runtime_option(parser: argparse.ArgumentParser) -> None:

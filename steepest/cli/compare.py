@@ -13,7 +13,7 @@ from steepest import __version__
 from steepest.cli.begin import add_runtime_option, begun
 from steepest.cli.files import check_outputs, write_whole
 from steepest.cli.scripts import add_job_options, script_of, script_parser, strategy_names
-from steepest.config.run import FailureConfig, RunConfig
+from steepest.core.config.run import FailureConfig, RunConfig
 from steepest.errors import ConfigurationError
 from steepest.observe.comparison import (
     LOSS,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.cli.begin import begun
-from steepest.config.run import RunConfig
+from steepest.core.config.run import RunConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import ModelCreator
@@ -20,11 +20,11 @@ from steepest.core.models.protocol import Model
 from steepest.core.models.torch import accuracy
 from steepest.core.protocol.commit_rules import pushes_per_update
 from steepest.core.strategies.strategy import Strategy
-from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError
 from steepest.runtime.driver.trainer import DistributedSGD
 from steepest.strategies.named import as_strategy
 from steepest.strategies.names import STRATEGY_NAMES
+from steepest.tables.modules.torch_model import TorchModel
 
 Arrays = tuple[torch.Tensor, torch.Tensor]
 SEED = 0

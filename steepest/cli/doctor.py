@@ -94,9 +94,9 @@ class _Checkup:
         """Take a step in each strategy, with the same processes."""
         import torch
 
-        from steepest.config.run import FailureConfig, RunConfig
-        from steepest.embedding.torch_model import TorchModel
+        from steepest.core.config.run import FailureConfig, RunConfig
         from steepest.runtime.driver.trainer import DistributedSGD
+        from steepest.tables.modules.torch_model import TorchModel
 
         def model_creator(worker_index: int, device_index: int) -> TorchModel:
             return TorchModel(

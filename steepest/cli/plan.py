@@ -9,9 +9,9 @@ from pathlib import Path
 
 from steepest.cli import plan_tables
 from steepest.cli.files import check_outputs, write_whole
+from steepest.cli.planning.quantities import bandwidth_of, numbers_of, seconds_of, size_in_words
 from steepest.cli.scripts import script_of, script_parser, strategy_names
 from steepest.errors import ConfigurationError
-from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of, size_in_words
 from steepest.strategies.names import STRATEGY_NAMES
 
 _BATCHES = 12
@@ -98,8 +98,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(f"--{kind} {path}: give a name that ends with .{kind}")
     check_outputs(list(outputs.values()))
     script = script_of(options)
-    from steepest.planning.forecast import as_text, in_words
-    from steepest.planning.plan import plan
+    from steepest.cli.planning.forecast import as_text, in_words
+    from steepest.cli.planning.plan import plan
 
     sys.stdout.write(f"measuring {script.path} on this process\n")
     sys.stdout.flush()

@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--json {path}: {path.parent} is no directory: make it, or give another path"
         )
-    from steepest.planning.forecast import as_text
-    from steepest.planning.id_samples import is_sample, samples_in
-    from steepest.planning.quantities import bytes_of
-    from steepest.planning.table_plan import of_samples, plan_tables
+    from steepest.cli.planning.forecast import as_text
+    from steepest.cli.planning.id_samples import is_sample, samples_in
+    from steepest.cli.planning.quantities import bytes_of
+    from steepest.cli.planning.table_plan import of_samples, plan_tables
 
     source = Path(options.script)
     if is_sample(source):

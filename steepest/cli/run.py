@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from steepest.cli.begin import add_runtime_option, begun
 from steepest.cli.scripts import add_job_options, script_of, script_parser
 from steepest.cli.settings_file import add_config_option
-from steepest.config.run import FailureConfig, RunConfig
+from steepest.core.config.run import FailureConfig, RunConfig
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.trace_file import check_target
 from steepest.strategies.names import STRATEGY_NAMES

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from steepest.cli.scripts import script_of, script_parser
-from steepest.config.run import is_dumb_terminal
+from steepest.core.config.run import is_dumb_terminal
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Verify the script, and print what was found; return the exit status."""
     script = script_of(options)
-    from steepest.verification.verifying import verify  # it imports torch
+    from steepest.testing.verification.verifying import verify  # it imports torch
 
     shows = not options.no_progress and sys.stderr.isatty() and not is_dumb_terminal()
 

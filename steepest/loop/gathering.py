@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from steepest.collectives.members import MemberCollective
-from steepest.collectives.messages import Part
 from steepest.core.models.metric_states import MetricState, is_metric, merged, state_of
 from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
@@ -24,6 +22,8 @@ from steepest.errors import (
     listed,
 )
 from steepest.loop.kept import pack, unpack
+from steepest.strategies.collectives.members import MemberCollective
+from steepest.strategies.collectives.messages import Part
 
 _AGAIN_SECONDS = 1.0  # between two attempts to reach a worker
 _PLAIN = (bool, int, float, str)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from steepest.collectives.members import MemberCollective
 from steepest.core.data.protocol import Indices
 from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import seed_everything
@@ -28,7 +27,6 @@ from steepest.core.optim.several import as_one
 from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
-from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ModelError, UnfrozenError
 from steepest.loop.each_epoch import EachEpochSource, Later, loaded
 from steepest.loop.job_view import LoopKind
@@ -45,9 +43,11 @@ from steepest.loop.user_loop import UserLoop
 from steepest.loop.writes import Before, LoopWrites
 from steepest.observe.reports import Reported
 from steepest.runtime.remote_functions import name_of
+from steepest.strategies.collectives.members import MemberCollective
+from steepest.tables.modules.torch_model import TorchModel
 
 if TYPE_CHECKING:
-    from steepest.embedding.modules import RowSource
+    from steepest.tables.modules.embedding import RowSource
 
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.files import Checkpoints
-from steepest.config.run import FailureConfig, RunConfig
+from steepest.core.config.run import FailureConfig, RunConfig
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, folds_frames
 from steepest.loop.job_view import LoopKind

@@ -13,10 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from steepest.core.engine.generators import HeldGenerators
 
 if TYPE_CHECKING:
-    from steepest.embedding.modules import RowSource
-    from steepest.tables.hashing import Distinct
-    from steepest.tables.kernels import Floats, Int32s, Int64s
-    from steepest.tables.table import Table
+    from steepest.tables.modules.embedding import RowSource
+    from steepest.tables.rows.hashing import Distinct
+    from steepest.tables.rows.kernels import Floats, Int32s, Int64s
+    from steepest.tables.rows.table import Table
 
 _SMALL = 1e-6  # that torch's clipping adds to a norm
 
@@ -60,7 +60,7 @@ class Errand:
 
 
 class LoopRows:
-    """A source of rows for one loop, see `steepest.embedding.modules.RowSource`.
+    """A source of rows for one loop, see `steepest.tables.modules.embedding.RowSource`.
 
     Gradients of several backward passes before a step are pushed at that step, as those of parameters are; with
     `zero_grad()` they are gone.
@@ -97,7 +97,7 @@ class LoopRows:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the sum of the gradients of each group's rows since the last step."""
-        from steepest.tables.gradients import RowGradients, added
+        from steepest.tables.rows.gradients import RowGradients, added
 
         by_group: dict[int, list[RowGradients]] = {}
         for each in self._kept:
@@ -197,7 +197,7 @@ def connect_alone(
 
     Those that have rows already, as of `steepest.connect`, keep them.
     """
-    embedding = sys.modules.get("steepest.embedding.modules")
+    embedding = sys.modules.get("steepest.tables.modules.embedding")
     if embedding is None or len(optimizers) != 1:
         return
     for module in modules:

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from steepest.config.run import is_dumb_terminal
+from steepest.core.config.run import is_dumb_terminal
 from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult, StepResult
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from steepest.config.run import RUNTIMES, TLSConfig, check_tls
+from steepest.core.config.run import RUNTIMES, TLSConfig, check_tls
 from steepest.core.tensors.memory import Bytes
 from steepest.core.tensors.shared_memory import segment_of
 from steepest.core.transport.channel import TRANSPORTS, Address

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from steepest.config.run import environment_variable
+from steepest.core.config.run import environment_variable
 
 _LOOK_SECONDS = 1.0
 _DRAIN_SECONDS = 30.0  # that Ray's command may take beyond the time that the pod has

@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 
-from steepest.config.run import cluster_address, ray_uses_tls
+from steepest.core.config.run import cluster_address, ray_uses_tls
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.validation import require_choice, require_count, require_seconds
 

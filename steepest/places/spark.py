@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from steepest.config.run import environment, environment_variable
+from steepest.core.config.run import environment, environment_variable
 from steepest.errors import ConfigurationError
 from steepest.validation import require_count
 

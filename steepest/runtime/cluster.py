@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from steepest.config.job import JobConfig
-from steepest.config.run import RunConfig
+from steepest.core.config.job import JobConfig
+from steepest.core.config.run import RunConfig
 from steepest.core.engine.hosting import host_client, host_coordinator, host_server
 from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement, without_caches
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import ray
 
-from steepest.config.run import (
+from steepest.core.config.run import (
     cluster_address,
     environment,
     environment_variable,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from steepest.config.run import RunConfig
+from steepest.core.config.run import RunConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client
 from steepest.core.engine.job import Job

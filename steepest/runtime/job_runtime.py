@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from steepest.config.run import cluster_address
+from steepest.core.config.run import cluster_address
 from steepest.core.messages.message import Peer
 from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.encryption import Encryption

@@ -15,9 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from steepest.collectives import operations
-from steepest.collectives.members import AwaitedMember, MemberCollective
-from steepest.config.run import tell_frameworks_of_threads
+from steepest.core.config.run import tell_frameworks_of_threads
 from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.data.streams import StreamPlace
@@ -68,8 +66,6 @@ from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.embedding.restored_shards import RestoredShards, use_rows
-from steepest.embedding.table_counts import table_counts
 from steepest.errors import PeerLostError, ShutdownError, describe_error
 from steepest.extensions import EXTENSIONS
 from steepest.runtime.activity import Activity, activity_of
@@ -88,6 +84,10 @@ from steepest.runtime.ways import make_transport
 from steepest.runtime.worker_output import log_file, write_marks
 from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.strategies.aggregation.host_aggregator import host_aggregator
+from steepest.strategies.collectives import operations
+from steepest.strategies.collectives.members import AwaitedMember, MemberCollective
+from steepest.tables.job.restored_shards import RestoredShards, use_rows
+from steepest.tables.job.table_counts import table_counts
 
 ProcessType = TypeVar("ProcessType", bound="ProcessActor")
 Parameters = ParamSpec("Parameters")

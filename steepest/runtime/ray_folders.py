@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from steepest.config.folders import private_file, private_folder
-from steepest.config.run import environment_variable
+from steepest.core.config.folders import private_file, private_folder
+from steepest.core.config.run import environment_variable
 from steepest.errors import ConfigurationError, listed
 
 #: Environment variables of Ray's: whether a token is sent, and which; the first one counts.

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from steepest.config.run import environment_variable
+from steepest.core.config.run import environment_variable
 from steepest.errors import ConfigurationError
 from steepest.runtime.prefork import worker_start
 from steepest.runtime.prefork.template import TESTED

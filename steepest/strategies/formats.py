@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from steepest.config.compression import COMPRESSION_BY_NAME, Compression
+from steepest.core.config.compression import COMPRESSION_BY_NAME, Compression
 from steepest.core.strategies.strategy import WireStrategy
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.half_precision import WIRE_DTYPES

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from steepest.config.compression import COMPRESSION_BY_NAME, Compression, Int2, Int4, Int8
+from steepest.core.config.compression import COMPRESSION_BY_NAME, Compression, Int2, Int4, Int8
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.core.protocol.job_coordinator import JobCoordinator

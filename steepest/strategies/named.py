@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from steepest.config.job import JobConfig
+from steepest.core.config.job import JobConfig
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
 from steepest.strategies.allreduce import AllreduceStrategy

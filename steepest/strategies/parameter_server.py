@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steepest.config.compression import Compression
+from steepest.core.config.compression import Compression
 from steepest.core.strategies import parameter_server as dense
 from steepest.errors import ConfigurationError
 from steepest.strategies.formats import WithFormats

@@ -11,48 +11,48 @@ from typing import TYPE_CHECKING
 from steepest.lazy import lazily
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
-    from steepest.tables.admission import CBFFilter as CBFFilter
-    from steepest.tables.admission import CounterFilter as CounterFilter
-    from steepest.tables.admission import ProbabilityFilter as ProbabilityFilter
-    from steepest.tables.eviction import LFU as LFU
-    from steepest.tables.eviction import LRU as LRU
-    from steepest.tables.eviction import GlobalStepEvict as GlobalStepEvict
-    from steepest.tables.eviction import L2WeightEvict as L2WeightEvict
-    from steepest.tables.initial import Constant as Constant
-    from steepest.tables.initial import Normal as Normal
-    from steepest.tables.initial import TruncatedNormal as TruncatedNormal
-    from steepest.tables.initial import Uniform as Uniform
-    from steepest.tables.initial import Zeros as Zeros
-    from steepest.tables.local import LocalRows as LocalRows
-    from steepest.tables.row_optimizers import FTRL as FTRL
-    from steepest.tables.row_optimizers import SGD as SGD
-    from steepest.tables.row_optimizers import Adagrad as Adagrad
-    from steepest.tables.row_optimizers import Adam as Adam
-    from steepest.tables.row_optimizers import RowWiseAdagrad as RowWiseAdagrad
-    from steepest.tables.table import Table as Table
-    from steepest.tables.texts import text_ids as text_ids
+    from steepest.tables.rows.admission import CBFFilter as CBFFilter
+    from steepest.tables.rows.admission import CounterFilter as CounterFilter
+    from steepest.tables.rows.admission import ProbabilityFilter as ProbabilityFilter
+    from steepest.tables.rows.eviction import LFU as LFU
+    from steepest.tables.rows.eviction import LRU as LRU
+    from steepest.tables.rows.eviction import GlobalStepEvict as GlobalStepEvict
+    from steepest.tables.rows.eviction import L2WeightEvict as L2WeightEvict
+    from steepest.tables.rows.initial import Constant as Constant
+    from steepest.tables.rows.initial import Normal as Normal
+    from steepest.tables.rows.initial import TruncatedNormal as TruncatedNormal
+    from steepest.tables.rows.initial import Uniform as Uniform
+    from steepest.tables.rows.initial import Zeros as Zeros
+    from steepest.tables.rows.local import LocalRows as LocalRows
+    from steepest.tables.rows.row_optimizers import FTRL as FTRL
+    from steepest.tables.rows.row_optimizers import SGD as SGD
+    from steepest.tables.rows.row_optimizers import Adagrad as Adagrad
+    from steepest.tables.rows.row_optimizers import Adam as Adam
+    from steepest.tables.rows.row_optimizers import RowWiseAdagrad as RowWiseAdagrad
+    from steepest.tables.rows.table import Table as Table
+    from steepest.tables.rows.texts import text_ids as text_ids
 
 _MODULES = {
-    "Adagrad": "row_optimizers",
-    "Adam": "row_optimizers",
-    "CBFFilter": "admission",
-    "Constant": "initial",
-    "CounterFilter": "admission",
-    "FTRL": "row_optimizers",
-    "GlobalStepEvict": "eviction",
-    "L2WeightEvict": "eviction",
-    "LFU": "eviction",
-    "LRU": "eviction",
-    "LocalRows": "local",
-    "Normal": "initial",
-    "ProbabilityFilter": "admission",
-    "RowWiseAdagrad": "row_optimizers",
-    "SGD": "row_optimizers",
-    "Table": "table",
-    "TruncatedNormal": "initial",
-    "Uniform": "initial",
-    "Zeros": "initial",
-    "text_ids": "texts",
+    "Adagrad": "rows.row_optimizers",
+    "Adam": "rows.row_optimizers",
+    "CBFFilter": "rows.admission",
+    "Constant": "rows.initial",
+    "CounterFilter": "rows.admission",
+    "FTRL": "rows.row_optimizers",
+    "GlobalStepEvict": "rows.eviction",
+    "L2WeightEvict": "rows.eviction",
+    "LFU": "rows.eviction",
+    "LRU": "rows.eviction",
+    "LocalRows": "rows.local",
+    "Normal": "rows.initial",
+    "ProbabilityFilter": "rows.admission",
+    "RowWiseAdagrad": "rows.row_optimizers",
+    "SGD": "rows.row_optimizers",
+    "Table": "rows.table",
+    "TruncatedNormal": "rows.initial",
+    "Uniform": "rows.initial",
+    "Zeros": "rows.initial",
+    "text_ids": "rows.texts",
 }
 __all__ = sorted(_MODULES)
 __getattr__, __dir__ = lazily(__name__, _MODULES)

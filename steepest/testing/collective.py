@@ -7,8 +7,8 @@ from collections import Counter
 
 import torch
 
-from steepest.collectives.protocol import Collective, CompletedWork, Work, check_message
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.strategies.collectives.protocol import Collective, CompletedWork, Work, check_message
 
 
 class InProcessCollective(Collective):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from steepest.collectives.members import MemberCollective
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.replicas import Replicas
@@ -17,6 +16,7 @@ from steepest.core.protocol.push_tracking import SequenceSet, StagedEach, Staged
 from steepest.core.transport.router import Role, Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.parameter_server.pusher import Pusher
+from steepest.strategies.collectives.members import MemberCollective
 
 
 def role_of(router: Router, peer: Peer) -> Role:

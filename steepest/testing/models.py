@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.torch_model import TorchModel
+from steepest.tables.modules.torch_model import TorchModel
 
 
 def linear_model_creator(

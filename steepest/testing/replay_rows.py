@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from steepest.core.engine.commit_log import Commit, LoggedPush
 from steepest.core.engine.server import Server
 from steepest.core.messages.message import Message, Peer
-from steepest.embedding.row_exchange import RowExchange
-from steepest.embedding.row_messages import PullRows, RowsOfPush
-from steepest.embedding.row_pulls import RowPulls
-from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
-from steepest.tables.dealing import Dealing
+from steepest.tables.job.row_exchange import RowExchange
+from steepest.tables.job.row_messages import PullRows, RowsOfPush
+from steepest.tables.job.row_pulls import RowPulls
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.rows.dealing import Dealing
 
 
 class RowsOfVersions:

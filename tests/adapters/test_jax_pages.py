@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("jax", reason="needs JAX: make test-jax")
 
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 from tests.example_modules import imported
 from tests.pairs import mostly_full
 from tests.simulation.run import Simulation

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoint, write
-from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
-from steepest.checkpoint.safetensors_file import read_tensors
+from steepest.checkpoint.manifest import KINDS, decode_manifest, encode_manifest
+from steepest.data.storage.safetensors_file import read_tensors
 from steepest.errors import CheckpointError
+from steepest.tables.files.saved_rows import MANIFEST, ROW_FILES
 from tests.checkpoint_contents import about, content, edit
 from tests.reference import same_bits
 from tests.whole_checkpoints import all_of, newest_of
@@ -26,7 +27,7 @@ from tests.whole_checkpoints import all_of, newest_of
 FILES = {
     kind: {"name": f"{kind}-3-0123abcd.safetensors", "sha256": "0" * 64, "dtypes": {}}
     for kind in KINDS
-} | {TABLES: [{"name": "tables-3-0123abcd-0.safetensors", "sha256": "0" * 64, "dtypes": {}}]}
+} | {ROW_FILES: [{"name": "tables-3-0123abcd-0.safetensors", "sha256": "0" * 64, "dtypes": {}}]}
 ABOUT = {
     **about(),
     "epoch": 2,
@@ -116,7 +117,7 @@ def test_a_file_is_one_of_this_directory(name: Any) -> None:
 @pytest.mark.parametrize("wrong", [None, {}, [None], [FILES["weights"]]])
 def test_files_of_rows_are_a_list_of_such_files(wrong: Any) -> None:
     with pytest.raises(CheckpointError, match="files of tables"):
-        decode_manifest(encode_manifest({**FILES, TABLES: wrong}, ABOUT))
+        decode_manifest(encode_manifest({**FILES, ROW_FILES: wrong}, ABOUT))
 
 
 @pytest.mark.parametrize("other", [1, 3, 2.0, True, "2", None, [2], 10**400])

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from steepest import DistributedSGD, ParameterServerStrategy
-from steepest.checkpoint.manifest import FORMAT, MANIFEST
+from steepest.checkpoint.manifest import FORMAT
 from steepest.errors import CheckpointError
+from steepest.tables.files.saved_rows import MANIFEST
 from tests.checkpoint_contents import edit
 from tests.reference import Task, difference
 from tests.simulation.run import Simulation

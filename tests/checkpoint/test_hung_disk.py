@@ -14,7 +14,6 @@ import pytest
 from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
-from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.observe.history import History
 from steepest.runtime.driver.checkpoint_manager import CheckpointManager
@@ -22,6 +21,7 @@ from steepest.runtime.driver.checkpoint_writer import Writer
 from steepest.runtime.driver.directory_lock import DirectoryLock
 from steepest.runtime.owner import Owner
 from steepest.runtime.state.row_read import RowRead
+from steepest.tables.job.row_messages import Bases
 from tests.checkpoint.kept_checkpoints import kept
 from tests.checkpoint_contents import content, layouts
 from tests.each_moment import each_moment

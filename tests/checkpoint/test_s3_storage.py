@@ -22,7 +22,6 @@ import ray
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.prefix_lease import LEASES, PrefixLease
 from steepest.data.spark import ParquetRows
 from steepest.data.storage import object_storage
@@ -32,6 +31,7 @@ from steepest.data.storage.places import ObjectUrl, StoragePlace, place_of
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.observe.history_file import history_file
 from steepest.observe.loggers import TensorBoard
+from steepest.tables.files.exported_table import ExportedTable
 from tests.checkpoint.kept_checkpoints import undisturbed
 from tests.checkpoint_contents import content
 from tests.conftest import ROOT

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.collectives.protocol import Collective
 from steepest.core.tensors.shared_memory import AVAILABLE, allocate
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.strategies.collectives.protocol import Collective
 from tests.members import GROUPS, MakeGroup, Member, group_of, pattern, together
 
 SIZES = [1, 2, 3]

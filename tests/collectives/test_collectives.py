@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from steepest import collectives
-from steepest.collectives import shared_memory_reduce
 from steepest.core.tensors.shared_memory import AVAILABLE
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.strategies.collectives import shared_memory_reduce
 from steepest.testing.inspection import weight_buffers_of
 from tests.members import Member, group_of, pattern, together, torch_groups, wire_group
 
@@ -41,7 +41,7 @@ def torchs(size: int, do: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def ours(make_group: Any, size: int, do: Callable[[int], Any]) -> list[Any]:
-    """What each member gets from `steepest.collectives.operations`."""
+    """What each member gets from `steepest.strategies.collectives.operations`."""
 
     def within(member: Any) -> Any:
         with collectives.using(member):

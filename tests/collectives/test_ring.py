@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from steepest import ring_allreduce
-from steepest.collectives import ring
-from steepest.collectives.protocol import Work
 from steepest.core.data.sampler import even_share
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.strategies.collectives import ring
+from steepest.strategies.collectives.protocol import Work
 from steepest.testing import InProcessCollective
 from tests.members import GROUPS, group_of, pattern, together, torch_groups, wire_group
 

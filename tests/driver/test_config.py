@@ -15,7 +15,7 @@ import torch
 
 import steepest
 from steepest import DistributedSGD, errors
-from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
+from steepest.core.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
 from steepest.core.engine.extension import Extension
 from steepest.errors import ConfigurationError, SteepestError
 from steepest.strategies.allreduce import AllreduceStrategy
@@ -317,7 +317,7 @@ def test_no_other_module_reads_the_environment() -> None:
     forks = {
         f"runtime/{name}.py" for name in ("prefork/template", "prefork/worker_start", "no_agent")
     }
-    assert readers == {"config/run.py", "places/sagemaker.py", *forks}
+    assert readers == {"core/config/run.py", "places/sagemaker.py", *forks}
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from steepest import (
     StepResult,
 )
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.reference import Weights, difference, same_bits
 from tests.simulated_programs import quiet
 from tests.struck_jobs import (

@@ -19,7 +19,7 @@ from steepest import (
     LocalStrategy,
     StepResult,
 )
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.data.storage.files import LocalStorage
 from steepest.errors import (
     DeadlineError,

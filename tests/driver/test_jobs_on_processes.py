@@ -19,7 +19,7 @@ import torch
 
 import steepest
 from steepest import DistributedSGD, ResourceConfig, RunConfig, TorchModel
-from steepest.config.run import RUNTIMES
+from steepest.core.config.run import RUNTIMES
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.runtime.holders import Holder, hold
 from steepest.runtime.job_runtime import chosen

@@ -21,7 +21,7 @@ from steepest import (
     Table,
 )
 from steepest import TorchModel as TableModel
-from steepest.config.run import FailureConfig
+from steepest.core.config.run import FailureConfig
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.message import Kind, Message
 from steepest.core.models.torch import TorchModel

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, TorchModel
-from steepest.config.compression import TopK
+from steepest.core.config.compression import TopK
 from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job

@@ -24,7 +24,7 @@ from steepest import (
     RunConfig,
     SimpleStrategy,
 )
-from steepest.config.job import JobConfig
+from steepest.core.config.job import JobConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.models.torch import TorchModel
@@ -247,7 +247,7 @@ def test_a_range_ends_where_there_are_no_samples_for_more_workers(
     assert not caplog.records
     assert chosen.most_of(64) == 5
     ((name, level, line),) = caplog.record_tuples
-    assert (name, level) == ("steepest.config.job", logging.WARNING)
+    assert (name, level) == ("steepest.core.config.job", logging.WARNING)
     assert "global_batch_size=22 has samples for 5 workers" in line
     assert JobConfig().most_of(64) == 64
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest import DistributedSGD, ResourceConfig, RunConfig
-from steepest.config.compression import Compression, Int8, PowerSGD, TopK
+from steepest.core.config.compression import Compression, Int8, PowerSGD, TopK
 from steepest.core.messages.message import Kind
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay

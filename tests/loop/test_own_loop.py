@@ -35,7 +35,7 @@ from steepest.loop.user_loop import current
 from steepest.observe.history_file import read_rows
 from steepest.observe.page.run_view import RunView
 from steepest.runtime.calls import raise_unsendable
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.logged_runs import Memory
 from tests.own_loop_runs import InterruptedRunError, Interrupts, run
 from tests.own_loops import (

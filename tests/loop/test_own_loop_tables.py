@@ -20,7 +20,7 @@ pytest.importorskip("numba", reason="embedding tables need it")
 import steepest
 from steepest import FailureConfig, LocalStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.tables.row_optimizers import SGD, Adagrad, Adam
+from steepest.tables.rows.row_optimizers import SGD, Adagrad, Adam
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import BATCH, Parts, Script, Whole
 from tests.reference import difference, same_bits, sgd

@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import (
+from steepest.errors import ConfigurationError, NonFiniteError
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import (
     Embedding,
     EmbeddingBag,
     connect,
     tables_of,
 )
-from steepest.errors import ConfigurationError, NonFiniteError
-from steepest.tables.admission import CounterFilter
-from steepest.tables.eviction import GlobalStepEvict
-from steepest.tables.local import LocalRows
-from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
-from steepest.tables.table import Table
+from steepest.tables.rows.admission import CounterFilter
+from steepest.tables.rows.eviction import GlobalStepEvict
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
+from steepest.tables.rows.table import Table
 from tests.table_tools import table
 
 ROWS, DIM = 20, 5

@@ -22,7 +22,7 @@ from steepest import (
 from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.reference import Task, Weights, difference, same_bits, samples, snapshot
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config

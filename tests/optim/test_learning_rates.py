@@ -23,7 +23,7 @@ from steepest import (
 )
 from steepest.core.protocol.commit_state import with_rates
 from steepest.errors import ConfigurationError
-from steepest.testing.replay import replay
+from steepest.testing.log_replay import replay
 from tests.reference import Task, difference, same_bits
 from tests.simulated_programs import TASK, quiet
 from tests.simulation.run import Simulation, pause, run_config

@@ -14,13 +14,13 @@ import torch
 
 import steepest
 from steepest.cli import main
+from steepest.cli.planning.events import Events, Links, ModelledProcess
+from steepest.cli.planning.measuring import measure, measure_codec
+from steepest.cli.planning.profile import Costs
+from steepest.cli.planning.quantities import bandwidth_of, seconds_of
+from steepest.cli.planning.simulation import Prediction, predict
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.planning.events import Events, Links, ModelledProcess
-from steepest.planning.measuring import measure, measure_codec
-from steepest.planning.profile import Costs
-from steepest.planning.quantities import bandwidth_of, seconds_of
-from steepest.planning.simulation import Prediction, predict
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.named import as_strategy

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from steepest.cli.planning.profile import Profile
+from steepest.cli.planning.simulation import make_job, traffic
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.message import Kind, Message
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
-from steepest.embedding.torch_model import TorchModel
-from steepest.planning.profile import Profile
-from steepest.planning.simulation import make_job, traffic
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
+from steepest.tables.modules.torch_model import TorchModel
 from steepest.testing import InProcessCluster
 
 CHUNK = 400  # bytes

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from steepest.cli.planning.events import Links
+from steepest.cli.planning.plan import for_slow_links
+from steepest.cli.planning.profile import Costs, Profile
+from steepest.cli.planning.simulation import predict
 from steepest.core.strategies.strategy import Strategy
-from steepest.planning.events import Links
-from steepest.planning.plan import for_slow_links
-from steepest.planning.profile import Costs, Profile
-from steepest.planning.simulation import predict
 from steepest.strategies.named import as_strategy
 from tests.planning_profiles import made_up
 

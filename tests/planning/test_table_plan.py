@@ -16,11 +16,11 @@ pytest.importorskip("numba", reason="embedding tables need it")
 
 from steepest import Embedding, ParameterServerStrategy, TorchModel
 from steepest.cli import main
+from steepest.cli.planning.distinct import distinct_ids, hit_share
+from steepest.cli.planning.table_plan import plan_tables
 from steepest.errors import ConfigurationError
-from steepest.planning.distinct import distinct_ids, hit_share
-from steepest.planning.table_plan import plan_tables
 from steepest.tables import LFU, Adagrad, RowWiseAdagrad, Table
-from steepest.tables.tiered_rows import bytes_of
+from steepest.tables.rows.tiered_rows import bytes_of
 from steepest.testing import InProcessCluster
 from tests.reference import sgd
 

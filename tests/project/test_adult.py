@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steepest.config.run import data_directory
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import connect, tables_of
-from steepest.tables.initial import Uniform
-from steepest.tables.local import LocalRows
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.table import Table
+from steepest.core.config.run import data_directory
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import connect, tables_of
+from steepest.tables.rows.initial import Uniform
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.table import Table
 
 TEXTS = {
     "workclass": 1,

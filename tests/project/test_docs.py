@@ -15,7 +15,7 @@ import pytest
 import ray
 
 import steepest
-import steepest.config
+import steepest.core.config
 import steepest.strategies
 import steepest.tables
 from tests.page_examples import ROOT, blocks_of, run_block

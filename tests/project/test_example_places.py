@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 from steepest.errors import ConfigurationError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

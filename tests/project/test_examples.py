@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ("data", "mnist_parameter_server", "sharded_parameter_server")

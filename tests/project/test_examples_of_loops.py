@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 from tests.example_modules import imported
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation

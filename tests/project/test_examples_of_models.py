@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 from tests.example_modules import imported
 from tests.simulation.run import Simulation
 

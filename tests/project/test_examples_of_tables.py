@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 from tests.example_modules import imported
 from tests.simulation.run import Simulation
 

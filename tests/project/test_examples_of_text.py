@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.config.run import data_directory
+from steepest.core.config.run import data_directory
 from tests.example_modules import imported
 
 SHARED = data_directory() or Path("/nowhere")

@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 
 import steepest
-import steepest.config
+import steepest.core.config
 import steepest.strategies
 from release.reference import (
     CONFIGURED,
@@ -53,7 +53,7 @@ def test_a_name_leads_to_its_page() -> None:
 def test_each_configuration_has_its_settings_listed() -> None:
     modules = [
         importlib.import_module(f"{room.__name__}.{each.name}")
-        for room in (steepest.config, steepest.strategies)
+        for room in (steepest.core.config, steepest.strategies)
         for each in pkgutil.iter_modules(room.__path__)
     ]
     configured = [

@@ -10,8 +10,6 @@ import pytest
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 
-from steepest.collectives import messages as collective
-from steepest.collectives.messages import MEMBERS
 from steepest.core.messages import driver, gradients, membership, snapshots, users
 from steepest.core.messages.audits import Audited, GradientDigest
 from steepest.core.messages.fields import StepDigest
@@ -19,9 +17,11 @@ from steepest.core.messages.message import Kind, Message, MessageKind, Peer, Pus
 from steepest.core.messages.permissions import TRAINING, MessageCheck
 from steepest.core.messages.schema import Body, body
 from steepest.core.messages.users import OPEN
-from steepest.embedding import row_messages as rows
-from steepest.embedding.row_messages import LINES
 from steepest.errors import ProtocolError
+from steepest.strategies.collectives import messages as collective
+from steepest.strategies.collectives.messages import MEMBERS
+from steepest.tables.job import row_messages as rows
+from steepest.tables.job.row_messages import LINES
 from tests.fuzzing import carried
 
 PUSHES = (PushId(0, 0, 7), PushId(2, 1, 9))

@@ -15,9 +15,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from steepest import DistributedSGD
-from steepest.collectives.members import MemberCollective
-from steepest.collectives.messages import MEMBERS, MemberKind
-from steepest.config.compression import TopK
+from steepest.core.config.compression import TopK
 from steepest.core.engine.server import Server
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Result
@@ -39,10 +37,12 @@ from steepest.core.messages.schema import MAX_BODY
 from steepest.core.messages.users import OPEN
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.router import Router
-from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError, ProtocolError
+from steepest.strategies.collectives.members import MemberCollective
+from steepest.strategies.collectives.messages import MEMBERS, MemberKind
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.tables.job.row_messages import LINES
 from steepest.testing import Fault, InProcessCluster
 from tests.fuzzing import carried
 from tests.group_in_one_thread import GroupInOneThread, like

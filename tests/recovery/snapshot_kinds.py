@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from steepest.config.compression import Int8, PowerSGD, TopK
+from steepest.core.config.compression import Int8, PowerSGD, TopK
 from steepest.core.strategies.strategy import Strategy
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy

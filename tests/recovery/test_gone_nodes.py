@@ -16,7 +16,7 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.errors import PeerLostError, ResourcesError
 from tests.reference import Task, samples, sgd
 from tests.simulated_programs import linear, quiet

@@ -12,7 +12,7 @@ import pytest
 from steepest import DistributedSGD
 from steepest.core.system import system
 from steepest.runtime.answers import Answer
-from steepest.tables.memory import Reserved
+from steepest.tables.rows.memory import Reserved
 from steepest.testing import InProcessCluster
 from tests.pairs import mostly_full
 from tests.random_examples import seeds, some_of

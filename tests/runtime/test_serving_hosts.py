@@ -17,7 +17,7 @@ from steepest import (
     ResourceConfig,
     SimpleStrategy,
 )
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.errors import ConfigurationError, ResourcesError, ShutdownError
 from steepest.runtime.room import fitting
 from tests.living import places_of

@@ -280,6 +280,6 @@ def run_config(**settings: Any) -> Any:
     Args:
         settings: as of `RunConfig`.
     """
-    from steepest.config.run import ResourceConfig, RunConfig
+    from steepest.core.config.run import ResourceConfig, RunConfig
 
     return RunConfig(resources=ResourceConfig(keep_memory=False), **settings)

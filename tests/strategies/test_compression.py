@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from examples.data import load_mnist
-from steepest.config.compression import Int8, PowerSGD, TopK
-from steepest.config.run import data_directory
+from steepest.core.config.compression import Int8, PowerSGD, TopK
+from steepest.core.config.run import data_directory
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.topology import HostMap

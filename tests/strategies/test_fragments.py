@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, DistributedSGD, Embedding, FailureConfig, Table
-from steepest.config.compression import Int2, Int4, Int8, TopK
+from steepest.core.config.compression import Int2, Int4, Int8, TopK
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD
-from steepest.config.compression import Int2, Int4, Int8
+from steepest.core.config.compression import Int2, Int4, Int8
 from steepest.core.engine.outgoing_weights import SentChanges
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay

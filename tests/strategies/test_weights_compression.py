@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, FailureConfig
-from steepest.config.compression import Int2, Int4, Int8
+from steepest.core.config.compression import Int2, Int4, Int8
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Result

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import steepest
-from steepest.embedding.modules import EmbeddingBag
-from steepest.embedding.table_chunk import TableChunk
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import SGD
-from steepest.tables.table import Table
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.modules.embedding import EmbeddingBag
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import SGD
+from steepest.tables.rows.table import Table
 from steepest.testing import InProcessCluster
 
 IDS = torch.arange(240).reshape(-1, 2) % 31

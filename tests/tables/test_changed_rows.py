@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from steepest import ParameterServerStrategy, TableRows, TorchModel
-from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import SGD, Adagrad, RowOptimizer
-from steepest.tables.table import Table
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import SGD, Adagrad, RowOptimizer
+from steepest.tables.rows.table import Table
 from tests.reference import sgd
 from tests.table_jobs import trainer
 

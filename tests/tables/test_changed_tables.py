@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from steepest import AllreduceStrategy, ParameterServerStrategy, RunConfig, TorchModel
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError
 from steepest.strategies.local import LocalStrategy
-from steepest.tables.admission import CBFFilter, CounterFilter
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import SGD, Adagrad
-from steepest.tables.table import Table
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.admission import CBFFilter, CounterFilter
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import SGD, Adagrad
+from steepest.tables.rows.table import Table
 from steepest.testing import replay
 from tests.reference import same_bits, sgd
 from tests.table_jobs import FIRST, IDS, trainer

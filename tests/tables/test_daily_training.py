@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from steepest import Checkpoints, DistributedSGD, ParameterServerStrategy, TorchModel
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.modules import Embedding
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import SGD, Adagrad, RowOptimizer
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import SGD, Adagrad, RowOptimizer
 from tests.reference import sgd
 from tests.table_jobs import trainer
 from tests.table_tools import table

@@ -13,15 +13,15 @@ from torch import nn
 import steepest
 from steepest import EmbeddingBag, ParameterServerStrategy, Table, connect
 from steepest.core.messages.driver import Failure
-from steepest.embedding.modules import tables_of
 from steepest.errors import ConfigurationError
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.tables import SGD, Adagrad, Normal
-from steepest.tables.gradients import RowGradients
-from steepest.tables.local import LocalRows
-from steepest.tables.push_form import Chance, GroupForm
+from steepest.tables.modules.embedding import tables_of
+from steepest.tables.rows.gradients import RowGradients
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.push_form import Chance, GroupForm
 from steepest.testing import InProcessCluster
-from steepest.testing.replay import replay_state
+from steepest.testing.log_replay import replay_state
 from tests.reference import same_bits
 from tests.table_tasks import rows_of, same_rows
 

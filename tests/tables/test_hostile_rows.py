@@ -13,14 +13,14 @@ import torch
 
 from steepest.core.messages.message import Kind, Message
 from steepest.core.tensors.memory import as_tensor, clone
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.restored_shards import MADE
-from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
-from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
-from steepest.tables.hashing import shard_of
-from steepest.tables.push_form import Chance, PushForm
-from steepest.tables.spread import Spread
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.restored_shards import MADE
+from steepest.tables.job.row_messages import RowKind
+from steepest.tables.rows.gradients import RowGradients, pack_keys, unpack_keys
+from steepest.tables.rows.hashing import shard_of
+from steepest.tables.rows.push_form import Chance, PushForm
+from steepest.tables.rows.spread import Spread
 from steepest.testing import InProcessCluster
 from tests.fuzzing import processes
 from tests.modes import make, trained

@@ -11,8 +11,8 @@ import torch
 from steepest import AllreduceStrategy, ExportedTable, ParameterServerStrategy
 from steepest.errors import ConfigurationError
 from steepest.strategies.local import LocalStrategy
-from steepest.tables.admission import CounterFilter
-from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.rows.admission import CounterFilter
+from steepest.tables.rows.row_optimizers import Adagrad
 from tests.table_jobs import FIRST, IDS, trainer, words
 
 MINE = torch.tensor([2**62, 5, 41, 77])

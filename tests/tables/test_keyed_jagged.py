@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from steepest import DistributedSGD, TorchModel
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import connect
 from steepest.errors import ConfigurationError
-from steepest.tables.local import LocalRows
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import connect
+from steepest.tables.rows.local import LocalRows
 from tests.page_examples import blocks_of
 from tests.reference import same_bits, sgd
 from tests.simulation.run import Simulation

@@ -16,20 +16,20 @@ from torch import nn
 
 import steepest
 from steepest.core.messages.driver import Failure
-from steepest.embedding.delayed_rows import divided
-from steepest.embedding.exchange import ExchangeWithRows
-from steepest.embedding.id_places import IdPlaces
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.modules import EmbeddingBag
-from steepest.embedding.row_exchange import RowExchange
-from steepest.embedding.row_messages import RowKind
-from steepest.embedding.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.tables.gradients import RowGradients
-from steepest.tables.row_optimizers import SGD
-from steepest.tables.table import Table
+from steepest.tables.job.delayed_rows import divided
+from steepest.tables.job.exchange import ExchangeWithRows
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.row_exchange import RowExchange
+from steepest.tables.job.row_messages import RowKind
+from steepest.tables.job.table_counts import table_counts
+from steepest.tables.modules.embedding import EmbeddingBag
+from steepest.tables.modules.id_places import IdPlaces
+from steepest.tables.rows.gradients import RowGradients
+from steepest.tables.rows.row_optimizers import SGD
+from steepest.tables.rows.table import Table
 from steepest.testing import Fault, InProcessCluster, replay
 from steepest.testing.inspection import exchange_of
 from tests.fuzzing import Recorder

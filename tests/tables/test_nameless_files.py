@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from steepest.data.storage.nameless import nameless_file
-from steepest.embedding.row_files import RowFiles
+from steepest.tables.files.row_files import RowFiles
 
 
 def written_and_read(descriptor: int) -> bytes:

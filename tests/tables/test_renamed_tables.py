@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from steepest import Checkpoints, ParameterServerStrategy, TorchModel
-from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.tables.admission import CounterFilter
-from steepest.tables.initial import Constant
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.table import Table
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.admission import CounterFilter
+from steepest.tables.rows.initial import Constant
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.table import Table
 from tests.reference import sgd
 from tests.table_jobs import FIRST, IDS, trainer
 

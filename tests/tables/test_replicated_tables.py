@@ -17,14 +17,14 @@ from steepest import (
     TorchModel,
 )
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import Embedding, EmbeddingBag, hold_replicated
-from steepest.embedding.row_rule import RowRule
 from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
 from steepest.tables import FTRL, SGD, Adagrad, Adam, Constant, RowWiseAdagrad, Zeros
-from steepest.tables.replicated import REPLICATED_BYTES, TOUCHED, first_values, replicated
-from steepest.tables.row_optimizers import RowOptimizer
-from steepest.tables.shard import TableShard
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import Embedding, EmbeddingBag, hold_replicated
+from steepest.tables.modules.row_rule import RowRule
+from steepest.tables.rows.replicated import REPLICATED_BYTES, TOUCHED, first_values, replicated
+from steepest.tables.rows.row_optimizers import RowOptimizer
+from steepest.tables.rows.shard import TableShard
 from steepest.testing import InProcessCluster, replay
 from tests.modes import mode
 from tests.step_calls import calls_of

@@ -9,8 +9,8 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError
-from steepest.tables.admission import CounterFilter
-from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.rows.admission import CounterFilter
+from steepest.tables.rows.row_optimizers import Adagrad
 from tests.table_jobs import FIRST, IDS, trainer, words
 
 

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.tables.eviction import L2WeightEvict
-from steepest.tables.hashing import salt_of, shard_of
-from steepest.tables.initial import Normal, Zeros
-from steepest.tables.local import LocalRows
-from steepest.tables.row_formats import TO_NEAREST, RowFormat, as_words
-from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.spread import Spread
-from steepest.tables.table import Table, groups
+from steepest.tables.rows.eviction import L2WeightEvict
+from steepest.tables.rows.hashing import salt_of, shard_of
+from steepest.tables.rows.initial import Normal, Zeros
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_formats import TO_NEAREST, RowFormat, as_words
+from steepest.tables.rows.row_optimizers import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    RowOptimizer,
+    RowWiseAdagrad,
+)
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.spread import Spread
+from steepest.tables.rows.table import Table, groups
 from tests.table_tools import ids_of, push, same, table
 
 #: dtype of values, and of slots

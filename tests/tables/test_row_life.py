@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest import Embedding, TorchModel
-from steepest.checkpoint.row_pieces import NewerIds
 from steepest.errors import ConfigurationError
-from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
-from steepest.tables.compilation import compile_kernels
-from steepest.tables.eviction import LFU, LRU, GlobalStepEvict, L2WeightEvict
-from steepest.tables.hashing import shard_of
-from steepest.tables.initial import Zeros
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.state import TableState, appended
-from steepest.tables.table import Table, spread_of
-from steepest.tables.texts import text_ids
+from steepest.tables.files.row_pieces import NewerIds
+from steepest.tables.rows.admission import CBFFilter, CounterFilter, ProbabilityFilter
+from steepest.tables.rows.compilation import compile_kernels
+from steepest.tables.rows.eviction import LFU, LRU, GlobalStepEvict, L2WeightEvict
+from steepest.tables.rows.hashing import shard_of
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.state import TableState, appended
+from steepest.tables.rows.table import Table, spread_of
+from steepest.tables.rows.texts import text_ids
 from tests.reference import sgd
 from tests.table_tools import ids_of, push, same, table
 
@@ -573,7 +573,7 @@ def test_bad_lives_are_refused(make: Any, said: str) -> None:
 
 
 def test_kernels_of_a_rows_whole_life_are_compiled() -> None:
-    from steepest.tables import eviction
+    from steepest.tables.rows import eviction
 
     compile_kernels([table(capacity=5, eviction=LFU())])
     before = len(eviction._take.signatures)  # type: ignore[attr-defined]

@@ -12,15 +12,15 @@ from torch import nn
 
 from steepest import AllreduceStrategy, ParameterServerStrategy, TorchModel, connect
 from steepest.core.system import system
-from steepest.embedding.collection import EmbeddingCollection
 from steepest.errors import ConfigurationError
-from steepest.tables.eviction import LFU, LRU
-from steepest.tables.initial import Constant, Zeros
-from steepest.tables.lives import seconds_of
-from steepest.tables.local import LocalRows
-from steepest.tables.shard import TableShard
-from steepest.tables.state import TableState
-from steepest.testing.replay import replay_state
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.rows.eviction import LFU, LRU
+from steepest.tables.rows.initial import Constant, Zeros
+from steepest.tables.rows.lives import seconds_of
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.state import TableState
+from steepest.testing.log_replay import replay_state
 from tests.reference import sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config

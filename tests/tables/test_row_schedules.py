@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from steepest.checkpoint import row_pieces
-from steepest.embedding import row_writer, table_chunk
-from steepest.tables import tiered_rows
+from steepest.tables.files import row_pieces
+from steepest.tables.job import row_writer, table_chunk
+from steepest.tables.rows import tiered_rows
 from tests.row_schedules import Schedule
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from steepest.errors import ConfigurationError
-from steepest.tables.eviction import LFU
-from steepest.tables.initial import Zeros
-from steepest.tables.scores import Scores
-from steepest.tables.shard import TableShard
-from steepest.tables.state import TableState
+from steepest.tables.rows.eviction import LFU
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.scores import Scores
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.state import TableState
 from tests.table_tools import ids_of, push, same, table
 
 HALF = 64

@@ -11,11 +11,11 @@ from steepest.core.engine.client import Client
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
 from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
-from steepest.embedding import table_chunk
-from steepest.embedding.row_snapshots import READER_SECONDS, RowSnapshots
-from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import CheckpointError, DeadlineError
-from steepest.tables.dealing import Dealing
+from steepest.tables.job import table_chunk
+from steepest.tables.job.row_snapshots import READER_SECONDS, RowSnapshots
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.rows.dealing import Dealing
 from tests.table_tools import push, table
 
 READER = Peer("client", 0)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from steepest.checkpoint import row_pieces
-from steepest.embedding import row_writer, table_chunk
+from steepest.tables.files import row_pieces
+from steepest.tables.job import row_writer, table_chunk
 from tests.row_streams import RowStreams
 
 

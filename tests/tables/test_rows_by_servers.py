@@ -17,13 +17,13 @@ import torch
 from steepest import AllreduceStrategy, Checkpoints, ParameterServerStrategy
 from steepest.checkpoint import files
 from steepest.checkpoint.files import UnreachableError
-from steepest.checkpoint.saved_rows import SavedFile
 from steepest.data.storage.files import LocalStorage
 from steepest.data.storage.places import StorageError
-from steepest.embedding import restored_shards, row_snapshots, row_writer, table_chunk
-from steepest.embedding.restored_shards import RestoredShards
 from steepest.errors import CheckpointError
-from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.files.saved_rows import SavedFile
+from steepest.tables.job import restored_shards, row_snapshots, row_writer, table_chunk
+from steepest.tables.job.restored_shards import RestoredShards
+from steepest.tables.rows.row_optimizers import Adagrad
 from tests.reference import same_bits
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation

@@ -15,29 +15,29 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.core.messages.message import Message, Peer
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk, ElementType
-from steepest.embedding.row_messages import PullRows
-from steepest.embedding.row_pulls import RowPulls
-from steepest.embedding.slow_disks import SlowDisks
-from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError, DeadlineError, ModelRaisedError, ResourcesError
-from steepest.tables import row_log, tiered_rows
-from steepest.tables.dealing import Dealing
-from steepest.tables.eviction import LFU, L2WeightEvict
-from steepest.tables.gradients import pack_keys
-from steepest.tables.kernels import Int32s
-from steepest.tables.local import LocalRows
-from steepest.tables.row_formats import RowFormat
-from steepest.tables.row_log import RowLog
-from steepest.tables.row_optimizers import Adagrad, Adam
-from steepest.tables.shard import TableShard
-from steepest.tables.state import TableState
-from steepest.tables.table import groups
-from steepest.tables.tiered_rows import TieredRows
-from steepest.testing.replay import replay_state
+from steepest.tables.job.row_messages import PullRows
+from steepest.tables.job.row_pulls import RowPulls
+from steepest.tables.job.slow_disks import SlowDisks
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.rows import row_log, tiered_rows
+from steepest.tables.rows.dealing import Dealing
+from steepest.tables.rows.eviction import LFU, L2WeightEvict
+from steepest.tables.rows.gradients import pack_keys
+from steepest.tables.rows.kernels import Int32s
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_formats import RowFormat
+from steepest.tables.rows.row_log import RowLog
+from steepest.tables.rows.row_optimizers import Adagrad, Adam
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.state import TableState
+from steepest.tables.rows.table import groups
+from steepest.tables.rows.tiered_rows import TieredRows
+from steepest.testing.log_replay import replay_state
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from steepest import Callback, DistributedSGD, ExportedTable, ServedTable, StepResult
 from steepest.errors import ConfigurationError
-from steepest.tables.eviction import LRU
-from steepest.tables.initial import Normal
+from steepest.tables.rows.eviction import LRU
+from steepest.tables.rows.initial import Normal
 from tests.example_modules import imported
 from tests.simulation.run import Simulation
 from tests.table_jobs import trainer, words

@@ -12,19 +12,18 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, Checkpoints, FailureConfig, ParameterServerStrategy
-from steepest.checkpoint import row_pieces
-from steepest.checkpoint.saved_rows import SavedFile
-from steepest.config.run import DeadlineConfig
+from steepest.core.config.run import DeadlineConfig
 from steepest.core.engine.job import ModelCreator
 from steepest.core.engine.put_states import PutStates
 from steepest.core.system import system
-from steepest.embedding import row_files
-from steepest.embedding.restored_shards import MADE
-from steepest.embedding.row_files import RowFiles
-from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import PeerLostError, ProtocolError
-from steepest.tables import tiered_rows
-from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.files import row_files, row_pieces
+from steepest.tables.files.row_files import RowFiles
+from steepest.tables.files.saved_rows import SavedFile
+from steepest.tables.job.restored_shards import MADE
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.rows import tiered_rows
+from steepest.tables.rows.row_optimizers import Adagrad
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.step_callbacks import Watch

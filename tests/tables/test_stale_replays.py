@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from steepest.core.engine.commit_log import LoggedPush
 from steepest.core.messages.driver import Result
-from steepest.embedding.modules import Embedding
-from steepest.embedding.row_messages import RowsOfPush
 from steepest.errors import ConfigurationError
-from steepest.tables.initial import Zeros
-from steepest.tables.row_optimizers import SGD
-from steepest.tables.table import Table
+from steepest.tables.job.row_messages import RowsOfPush
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.row_optimizers import SGD
+from steepest.tables.rows.table import Table
 from steepest.testing import Fault, InProcessCluster, Moment, replay
 from tests.modes import make, trained
 from tests.pairs import long_grid

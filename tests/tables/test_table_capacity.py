@@ -13,11 +13,11 @@ import torch
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 from steepest.core.messages.driver import Failure, Result
 from steepest.errors import ModelRaisedError, ResourcesError
-from steepest.tables import blocks, memory
-from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
-from steepest.tables.eviction import LFU, LRU
-from steepest.tables.shard import TableShard
-from steepest.testing.replay import replay_state
+from steepest.tables.rows import blocks, memory
+from steepest.tables.rows.admission import CBFFilter, CounterFilter, ProbabilityFilter
+from steepest.tables.rows.eviction import LFU, LRU
+from steepest.tables.rows.shard import TableShard
+from steepest.testing.log_replay import replay_state
 from tests.modes import TOGETHER, make, trained
 from tests.reference import same_bits
 from tests.simulated_programs import quiet

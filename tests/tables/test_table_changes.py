@@ -19,10 +19,10 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.embedding.modules import Embedding
-from steepest.tables.initial import Zeros
-from steepest.tables.row_optimizers import SGD
-from steepest.testing.replay import replay_state
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.row_optimizers import SGD
+from steepest.testing.log_replay import replay_state
 from tests.pairs import grid
 from tests.reference import Task, Weights, difference, same_bits, sgd
 from tests.simulated_programs import quiet

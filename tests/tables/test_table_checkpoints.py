@@ -24,19 +24,19 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.checkpoint.safetensors_file import write_tensors
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
-from steepest.embedding import row_writer, table_chunk
-from steepest.embedding.row_snapshots import RowSnapshots
+from steepest.data.storage.safetensors_file import write_tensors
 from steepest.errors import CheckpointError
 from steepest.runtime.state import row_read
-from steepest.tables import tiered_rows
-from steepest.tables.admission import CBFFilter, CounterFilter
-from steepest.tables.dealing import Dealing
-from steepest.tables.eviction import LRU
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.state import TableState
+from steepest.tables.job import row_writer, table_chunk
+from steepest.tables.job.row_snapshots import RowSnapshots
+from steepest.tables.rows import tiered_rows
+from steepest.tables.rows.admission import CBFFilter, CounterFilter
+from steepest.tables.rows.dealing import Dealing
+from steepest.tables.rows.eviction import LRU
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.state import TableState
 from tests.reference import same_bits
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.errors import ConfigurationError
-from steepest.tables.eviction import LFU, LRU, GlobalStepEvict
-from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.shard import TableShard
+from steepest.tables.rows.eviction import LFU, LRU, GlobalStepEvict
+from steepest.tables.rows.row_optimizers import Adagrad
+from steepest.tables.rows.shard import TableShard
 from tests.table_tools import push, same, table
 
 PUSHES = st.lists(st.sets(st.integers(0, 30), max_size=9), min_size=1, max_size=8)

@@ -9,8 +9,8 @@ import torch
 
 from steepest.core.engine.replicas import Replicas
 from steepest.core.messages.message import Message
-from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError, PeerLostError
+from steepest.tables.job.row_messages import RowKind
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, make, trained
 from tests.table_tasks import Clicks, clicks, mostly_long, rows_of, table_task, table_values, torchs

@@ -21,17 +21,17 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.checkpoint import exported_table
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.optim.portable import Record
 from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import place_of
-from steepest.embedding import table_chunk
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.runtime.state.row_read import ArrivedRows
 from steepest.runtime.state.table_export import joined_rows
-from steepest.tables.eviction import LRU
+from steepest.tables.files import exported_table
+from steepest.tables.job import table_chunk
+from steepest.tables.rows.eviction import LRU
 from tests.table_jobs import FIRST, IDS, trainer, words
 from tests.table_tools import table
 

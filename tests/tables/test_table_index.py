@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.errors import ResourcesError
-from steepest.tables.hashing import Distinct, add_up, mix, shard_of
-from steepest.tables.index import BUCKETS, Index
-from steepest.tables.kernels import kernel
-from steepest.tables.memory import Reserved
-from steepest.tables.spread import Spread
+from steepest.tables.rows.hashing import Distinct, add_up, mix, shard_of
+from steepest.tables.rows.index import BUCKETS, Index
+from steepest.tables.rows.kernels import kernel
+from steepest.tables.rows.memory import Reserved
+from steepest.tables.rows.spread import Spread
 
 GREATEST = 2**63 - 1
 # few ids, so that they meet again; and all of them
@@ -115,7 +115,7 @@ def test_an_index_grows_to_many_ids_and_shrinks_again(kind: str) -> None:
 
 
 def test_an_index_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.tables.memory._LEAST", 1 << 12)
+    monkeypatch.setattr("steepest.tables.rows.memory._LEAST", 1 << 12)
     index = Index(1, most=1)
     ids = np.arange(10_000)
     with pytest.raises(ResourcesError, match="no room for more ids.*capacity"):
@@ -169,8 +169,8 @@ LIMITED = """
 import resource
 import numpy as np
 from steepest.errors import ResourcesError
-from steepest.tables.kernels import kernel
-from steepest.tables.memory import Reserved
+from steepest.tables.rows.kernels import kernel
+from steepest.tables.rows.memory import Reserved
 before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + (1 << 30), -1))
 memory = Reserved(1 << 40, np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from steepest.tables.shard import TableShard
+from steepest.tables.rows.shard import TableShard
 from tests.table_tools import push, table
 
 STATM = Path("/proc/self/statm")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import Embedding, EmbeddingBag
-from steepest.embedding.torch_model import TorchModel
-from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import Embedding, EmbeddingBag
+from steepest.tables.modules.torch_model import TorchModel
+from steepest.tables.rows.row_optimizers import Adagrad
 from steepest.testing import InProcessCluster
 from tests.modes import mode, trained
 from tests.reference import difference, same_bits, samples, sgd

@@ -13,12 +13,12 @@ import torch
 from steepest import ParameterServerStrategy, TorchModel
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind, Message
-from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
-from steepest.tables.gradients import RowGradients, added, weighted
-from steepest.tables.push_form import Chance, GroupForm, PushForm
-from steepest.tables.spread import Spread
-from steepest.tables.table import Table
+from steepest.tables.job.row_messages import RowKind
+from steepest.tables.rows.gradients import RowGradients, added, weighted
+from steepest.tables.rows.push_form import Chance, GroupForm, PushForm
+from steepest.tables.rows.spread import Spread
+from steepest.tables.rows.table import Table
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained

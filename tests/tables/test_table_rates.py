@@ -13,12 +13,12 @@ from torch import nn
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy
 from steepest.core.data.sampler import SamplePlan
-from steepest.embedding.modules import Embedding
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.strategies.local import LocalStrategy
-from steepest.tables.initial import Zeros
-from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer
-from steepest.tables.table import Table
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer
+from steepest.tables.rows.table import Table
 from steepest.testing import InProcessCluster
 from tests.modes import make, trained
 from tests.reference import Task, Weights, difference, sgd

@@ -13,8 +13,8 @@ from torch import Tensor
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import Kind, Message, worker_peer
-from steepest.embedding.modules import Embedding, EmbeddingBag
-from steepest.embedding.row_messages import RowKind
+from steepest.tables.job.row_messages import RowKind
+from steepest.tables.modules.embedding import Embedding, EmbeddingBag
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import PUSHED_TOGETHER, TOGETHER, make, trained

@@ -13,7 +13,7 @@ from steepest.core.engine.shared_state import SharedState
 from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import log_of
-from steepest.testing.replay import replay_state
+from steepest.testing.log_replay import replay_state
 from tests.modes import EACH, make, settle, trained
 from tests.random_examples import seeds
 from tests.reference import Task

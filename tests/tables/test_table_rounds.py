@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog, LoggedPush
-from steepest.embedding.modules import Embedding
-from steepest.embedding.row_messages import RowsOfPush
 from steepest.strategies.local import LocalStrategy
-from steepest.tables.initial import Zeros
-from steepest.tables.row_optimizers import SGD
+from steepest.tables.job.row_messages import RowsOfPush
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.row_optimizers import SGD
 from steepest.testing import Fault, InProcessCluster, Moment
 from tests.modes import settle, trained
 from tests.reference import Task, samples, sgd

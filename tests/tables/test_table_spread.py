@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from steepest import ParameterServerStrategy, connect
-from steepest.embedding.modules import Embedding
 from steepest.errors import ConfigurationError
-from steepest.tables.dealing import Dealing
-from steepest.tables.eviction import LFU, LRU
-from steepest.tables.hashing import deal, shard_of
-from steepest.tables.local import LocalRows
-from steepest.tables.shard import TableShard
-from steepest.tables.spread import Spread
-from steepest.tables.table import shards_for, spread_of
+from steepest.tables.modules.embedding import Embedding
+from steepest.tables.rows.dealing import Dealing
+from steepest.tables.rows.eviction import LFU, LRU
+from steepest.tables.rows.hashing import deal, shard_of
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.spread import Spread
+from steepest.tables.rows.table import shards_for, spread_of
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation
 from tests.table_jobs import trainer, words

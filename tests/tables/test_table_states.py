@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from steepest.errors import ConfigurationError
-from steepest.tables.admission import CBFFilter, CounterFilter
-from steepest.tables.eviction import LFU, LRU, GlobalStepEvict
-from steepest.tables.hashing import shard_of
-from steepest.tables.initial import Zeros
-from steepest.tables.row_optimizers import SGD, Adagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.spread import Spread
-from steepest.tables.state import TableState, appended
+from steepest.tables.rows.admission import CBFFilter, CounterFilter
+from steepest.tables.rows.eviction import LFU, LRU, GlobalStepEvict
+from steepest.tables.rows.hashing import shard_of
+from steepest.tables.rows.initial import Zeros
+from steepest.tables.rows.row_optimizers import SGD, Adagrad
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.spread import Spread
+from steepest.tables.rows.state import TableState, appended
 from tests.table_tools import ids_of, push, same, table
 
 

@@ -14,16 +14,16 @@ from steepest import ParameterServerStrategy
 from steepest.core.engine.job import Job
 from steepest.core.engine.model_building import build_models
 from steepest.core.tensors.layout import Chunk, ElementType
-from steepest.embedding.pushed_rows import RowGradientStore
-from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
 from steepest.runtime.chunk_transfer import RetainedChunks
-from steepest.tables.dealing import Dealing
-from steepest.tables.gradients import RowGradients
-from steepest.tables.initial import Uniform
-from steepest.tables.push_form import Chance
-from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.job.pushed_rows import RowGradientStore
+from steepest.tables.job.table_chunk import TableChunk
+from steepest.tables.rows.dealing import Dealing
+from steepest.tables.rows.gradients import RowGradients
+from steepest.tables.rows.initial import Uniform
+from steepest.tables.rows.push_form import Chance
+from steepest.tables.rows.row_optimizers import Adagrad
 from tests.chunk_store_contract import ChunkStoreContract
 from tests.table_tasks import table_task
 

@@ -12,16 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.embedding.modules import EmbeddingBag, connect
 from steepest.errors import ConfigurationError
-from steepest.tables.compilation import compile_kernels
-from steepest.tables.hashing import shard_of
-from steepest.tables.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
-from steepest.tables.local import LocalRows
-from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
-from steepest.tables.shard import TableShard
-from steepest.tables.spread import Spread
-from steepest.tables.table import groups
+from steepest.tables.modules.embedding import EmbeddingBag, connect
+from steepest.tables.rows.compilation import compile_kernels
+from steepest.tables.rows.hashing import shard_of
+from steepest.tables.rows.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_optimizers import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    RowOptimizer,
+    RowWiseAdagrad,
+)
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.spread import Spread
+from steepest.tables.rows.table import groups
 from tests.table_tools import ids_of, push, same, table
 
 # -- how rows begin ------------------------------------------------------------------------------
@@ -360,7 +367,7 @@ def test_increments_hold_what_was_changed() -> None:
 
 @pytest.mark.long
 def test_all_kernels_are_compiled_before_they_are_used() -> None:
-    from steepest.tables import hashing, index, initial, pooling, row_formats, row_store, shard
+    from steepest.tables.rows import hashing, index, initial, pooling, row_formats, row_store, shard
 
     group = [table(optimizer=Adam(), dtype="float64"), table("u", optimizer=Adagrad())]
     group.append(table("v", dtype="int8"))

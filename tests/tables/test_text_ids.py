@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from steepest import Bucketize, ServedTable, TorchModel
-from steepest.embedding.collection import EmbeddingCollection
-from steepest.embedding.modules import Embedding, EmbeddingBag, connect
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.tables.row_optimizers import SGD
-from steepest.tables.table import Table
-from steepest.tables.texts import HASHES, text_ids
+from steepest.tables.modules.collection import EmbeddingCollection
+from steepest.tables.modules.embedding import Embedding, EmbeddingBag, connect
+from steepest.tables.rows.row_optimizers import SGD
+from steepest.tables.rows.table import Table
+from steepest.tables.rows.texts import HASHES, text_ids
 from tests.reference import same_bits, sgd
 from tests.table_jobs import trainer
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from steepest import Embedding, ExportedTable, TorchModel, connect
-from steepest.checkpoint.row_values import narrow, wide
 from steepest.errors import ConfigurationError
-from steepest.tables.admission import CounterFilter
-from steepest.tables.first_values import constant_without_rows, values_without_rows
-from steepest.tables.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
-from steepest.tables.local import LocalRows
-from steepest.tables.row_formats import DTYPES
-from steepest.tables.shard import TableShard
-from steepest.tables.table import Table
+from steepest.tables.files.row_values import narrow, wide
+from steepest.tables.rows.admission import CounterFilter
+from steepest.tables.rows.first_values import constant_without_rows, values_without_rows
+from steepest.tables.rows.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
+from steepest.tables.rows.local import LocalRows
+from steepest.tables.rows.row_formats import DTYPES
+from steepest.tables.rows.shard import TableShard
+from steepest.tables.rows.table import Table
 from tests.table_jobs import IDS, trainer, words
 from tests.table_tools import table
 

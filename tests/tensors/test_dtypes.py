@@ -17,8 +17,8 @@ from torch import nn
 
 from steepest import DeadlineConfig, DistributedSGD, RunConfig
 from steepest.checkpoint.files import Checkpoint, write
-from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
 from steepest.core.tensors.dtypes import Tensors, as_bytes, merge_replicas
+from steepest.data.storage.safetensors_file import read_tensors, write_tensors
 from tests.checkpoint_contents import about
 from tests.reference import Task, samples, sgd
 from tests.whole_checkpoints import all_of

@@ -17,8 +17,8 @@ from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.messages.permissions import TRAINING
 from steepest.core.messages.users import OPEN
-from steepest.embedding.row_messages import LINES
 from steepest.errors import ModelRaisedError, ProtocolError
+from steepest.tables.job.row_messages import LINES
 from steepest.testing import Fault, InProcessCluster, Link, Network
 from tests.fuzzing import Recorder, go_on, tell
 from tests.group_in_one_thread import GroupInOneThread, like

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.collectives.messages import MemberKind
 from steepest.core.messages import users  # noqa: F401 - their kinds
 from steepest.core.messages.gradients import Push, VersionStaged
 from steepest.core.messages.message import (
@@ -36,8 +35,9 @@ from steepest.core.transport.frames import (
     FrameReader,
     encode,
 )
-from steepest.embedding.row_messages import RowKind
 from steepest.errors import MessageTooLargeError, ProtocolError
+from steepest.strategies.collectives.messages import MemberKind
+from steepest.tables.job.row_messages import RowKind
 from tests.random_examples import examples
 from tests.said import heard
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.collectives.members import MemberCollective
-from steepest.collectives.messages import MemberKind
-from steepest.collectives.shared_memory_reduce import shared_allreduce
 from steepest.core.messages.message import Kind, Message, Peer, member_peer
 from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
+from steepest.strategies.collectives.members import MemberCollective
+from steepest.strategies.collectives.messages import MemberKind
+from steepest.strategies.collectives.shared_memory_reduce import shared_allreduce
 from tests.members import together, wire_group
 from tests.said import said
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.collectives.shared_memory_reduce import shared_allreduce
 from steepest.core.messages.message import COORDINATOR, Kind, server_peer, worker_peer
 from steepest.core.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
 from steepest.core.transport import sockets
@@ -25,6 +24,7 @@ from steepest.core.transport.sockets import WireTransport
 from steepest.core.transport.strangers import LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
 from steepest.runtime.tls.connections import encryption_with
+from steepest.strategies.collectives.shared_memory_reduce import shared_allreduce
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group

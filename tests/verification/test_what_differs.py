@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest.loop.kept_values import finder, restored
-from steepest.verification import explaining
-from steepest.verification.comparing import (
+from steepest.testing.verification import explaining
+from steepest.testing.verification.comparing import (
     Comparison,
     noisy_variables,
     tables_apart,
@@ -28,11 +28,11 @@ from steepest.verification.comparing import (
     weights_of,
     whole_and_parts,
 )
-from steepest.verification.drawing import Draws, put_aside
-from steepest.verification.frames import frames_of_user, scopes_of
-from steepest.verification.probe import WatchedFunction
-from steepest.verification.records import EntryFile, Run, read_entries, read_lives
-from steepest.verification.summaries import Variable, Variables, gathered_value
+from steepest.testing.verification.drawing import Draws, put_aside
+from steepest.testing.verification.frames import frames_of_user, scopes_of
+from steepest.testing.verification.probe import WatchedFunction
+from steepest.testing.verification.records import EntryFile, Run, read_entries, read_lives
+from steepest.testing.verification.summaries import Variable, Variables, gathered_value
 
 BATCH, WORKERS = 8, 2
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))

@@ -382,7 +382,7 @@ class Model(ABC):
         """Take the means to gather values of all workers; called when the workers are known, or have changed.
 
         Args:
-            member: a `steepest.collectives.members.MemberCollective`.
+            member: a `steepest.strategies.collectives.members.MemberCollective`.
             wait: returns when the given function returns True; messages arrive meanwhile.
             share_of: returns the replica's share of a step of the job; None if it is not known.
         """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from steepest.config.folders import private_file, private_folder
+from steepest.core.config.folders import private_file, private_folder
 from steepest.observe.page.server import PageServer
 
 

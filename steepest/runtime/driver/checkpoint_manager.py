@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from steepest.checkpoint import files
-from steepest.checkpoint.changed_rows import RowChange
 from steepest.checkpoint.files import Checkpoints
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.system import system
@@ -34,6 +33,7 @@ from steepest.runtime.driver.training import Training
 from steepest.runtime.owner import Moment, owned
 from steepest.runtime.state.row_read import RowRead, RowsAsTheyCome
 from steepest.runtime.state.transfer import StateTransfer
+from steepest.tables.files.changed_rows import RowChange
 
 log = logging.getLogger(__name__)
 _TRIES = 3

@@ -14,13 +14,13 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.core.system import Queue, system
 from steepest.data.storage.blocks import Progress
 from steepest.data.storage.places import place_of
-from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
 from steepest.observe.history import History
 from steepest.observe.history_file import RECORD, REPORTS, history_file
 from steepest.runtime.answers import Answer
 from steepest.runtime.driver.directory_lock import DirectoryLock
 from steepest.runtime.state.row_read import RowRead, RowsAsTheyCome
+from steepest.tables.job.row_messages import Bases
 
 log = logging.getLogger(__name__)
 # after each block of 4 MB, where there are rows of tables: they may be many GB

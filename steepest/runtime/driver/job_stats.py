@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from steepest.core.messages.driver import Counters
-from steepest.embedding.table_counts import added_counts
 from steepest.observe.results import Staleness, Stats, stragglers
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.driver.calls import Calls
 from steepest.runtime.driver.training import Training
 from steepest.runtime.owner import Moment
 from steepest.runtime.recovery.supervisor import Supervisor
+from steepest.tables.job.table_counts import added_counts
 
 
 def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor, calls: Calls) -> Stats:

@@ -13,12 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.checkpoint.changed_rows import RowChange
-from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
-from steepest.checkpoint.table_moves import require_renames
-from steepest.config.job import JobConfig
-from steepest.config.run import RunConfig
+from steepest.core.config.job import JobConfig
+from steepest.core.config.run import RunConfig
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job, ModelCreator
@@ -60,6 +57,9 @@ from steepest.runtime.state.row_descriptions import RowDescription, describe_row
 from steepest.runtime.state.table_export import export_table
 from steepest.runtime.state.transfer import StateTransfer
 from steepest.strategies.named import strategy_for
+from steepest.tables.files.changed_rows import RowChange
+from steepest.tables.files.exported_table import ExportedTable
+from steepest.tables.files.table_moves import require_renames
 from steepest.validation import (
     require_batch_size,
     require_choice,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
-from steepest.config.run import environment_of_process
+from steepest.core.config.run import environment_of_process
 from steepest.core.system import system
 from steepest.runtime.answers import Answer
 from steepest.runtime.job_runtime import CallError, CallRaisedError, ProcessDiedError

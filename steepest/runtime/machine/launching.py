@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from steepest.config.run import environment_of_process
+from steepest.core.config.run import environment_of_process
 
 #: Numbers of threads that libraries read when they are loaded; with one they start none.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

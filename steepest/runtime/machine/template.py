@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steepest.config.run import environment_of_process, set_environment
+from steepest.core.config.run import environment_of_process, set_environment
 from steepest.runtime.machine import process
 from steepest.runtime.machine.launching import FORK_DESCRIPTORS
 from steepest.runtime.machine.notice import Notice
@@ -30,7 +30,7 @@ MODULES = (
     "msgspec",
     "steepest.runtime.process",
     "steepest.loop.model",
-    "steepest.embedding.torch_model",
+    "steepest.tables.modules.torch_model",
 )
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG, see prctl(2)
 

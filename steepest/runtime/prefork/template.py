@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steepest.config.run import environment_variable, set_environment
+from steepest.core.config.run import environment_variable, set_environment
 from steepest.runtime.prefork.worker_start import GO, READY, is_same_user, peer
 
 TESTED = "2.60"  # version of Ray
@@ -32,7 +32,7 @@ TESTED = "2.60"  # version of Ray
 MODULES = (
     "torch",
     "steepest.core.models.torch",
-    "steepest.embedding.torch_model",
+    "steepest.tables.modules.torch_model",
     "msgspec",
     "yaml",
     "jsonschema",

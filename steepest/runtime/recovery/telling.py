@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from steepest.core.engine.job import Job
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.system import system
-from steepest.embedding.job_tables import delays_rows
 from steepest.errors import listed
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.recovery.change import Applied, Change
+from steepest.tables.job.job_tables import delays_rows
 
 
 def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:

@@ -6,18 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steepest.checkpoint import files, table_moves
-from steepest.checkpoint.saved_rows import CheckpointRows
+from steepest.checkpoint import files
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.tensors.dtypes import Tensors
-from steepest.embedding.job_tables import dealing_of
 from steepest.runtime import remote_functions
 from steepest.runtime.state.optimizer_state import OptimizerState
 from steepest.runtime.state.row_read import rows_of
 from steepest.runtime.worker_state import WorkerState, buffers_of
+from steepest.tables.files import table_moves
+from steepest.tables.files.saved_rows import CheckpointRows
+from steepest.tables.job.job_tables import dealing_of
 
 #: Buffers by replica, and their mean.
 Buffers = tuple[dict[int, Tensors], Tensors]

@@ -19,12 +19,12 @@ from steepest.core.optim.portable import Record, is_text
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.embedding.job_tables import UNPUSHED, dealing_of
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.strategies.compression.gradient_compressor import check_residuals
 from steepest.strategies.local_sgd.own_weights import is_own_weight
+from steepest.tables.job.job_tables import UNPUSHED, dealing_of
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
 #: each returned.
@@ -201,7 +201,7 @@ class OptimizerState:
         rows = self.rows
         if not rows or (dealing := dealing_of(job)) is None:
             return {}
-        from steepest.embedding.delayed_rows import divided  # needs what only tables need
+        from steepest.tables.job.delayed_rows import divided  # needs what only tables need
 
         pushers = 1 if job.pushes_per_update == 1 else job.num_workers
         states = [rows[worker] for worker in sorted(rows)]

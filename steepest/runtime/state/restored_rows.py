@@ -12,21 +12,21 @@ import numpy.typing as npt
 import torch
 
 from steepest.checkpoint.files import DamagedRowsError, UnreachableError
-from steepest.checkpoint.imported_rows import ImportedRows
-from steepest.checkpoint.saved_rows import CheckpointRows, SavedFile
 from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.data.storage.places import StorageError
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.restored_shards import MADE, RowsRead, RowsWanted
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, listed
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
+from steepest.tables.files.imported_rows import ImportedRows
+from steepest.tables.files.saved_rows import CheckpointRows, SavedFile
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.restored_shards import MADE, RowsRead, RowsWanted
 
 if TYPE_CHECKING:
-    from steepest.tables.dealing import Dealing
-    from steepest.tables.table import Table
+    from steepest.tables.rows.dealing import Dealing
+    from steepest.tables.rows.table import Table
 
 _LOOK_SECONDS = 0.5
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from steepest.core.messages.message import server_peer
-from steepest.embedding.job_tables import dealing_of
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import CallError, runtime
+from steepest.tables.job.job_tables import dealing_of
 
 _AT_ONCE = 4  # files on their way, of some 64 MB each
 

@@ -42,10 +42,10 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
     """Return the descriptions of ids, see `DistributedSGD.describe_rows`."""
     import numpy as np
 
-    from steepest.checkpoint.row_pieces import of_shard, state_of  # need what only tables need
-    from steepest.tables.checks import require_ids
-    from steepest.tables.first_values import values_without_rows
-    from steepest.tables.hashing import shard_of
+    from steepest.tables.files.row_pieces import of_shard, state_of  # need what only tables need
+    from steepest.tables.rows.checks import require_ids
+    from steepest.tables.rows.first_values import values_without_rows
+    from steepest.tables.rows.hashing import shard_of
 
     dealing, table = table_of(cluster, name)
     checked = require_ids(f"ids of table {name!r}", ids)

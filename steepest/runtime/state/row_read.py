@@ -14,14 +14,6 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.saved_rows import (
-    TABLES,
-    CheckpointRows,
-    RowLayer,
-    SavedFile,
-    ShardMark,
-    shards_in,
-)
 from steepest.core.engine.job import Job
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.shared_state import SharedState
@@ -30,10 +22,18 @@ from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.data.storage.places import StoragePlace
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.row_messages import MARKS, WRITTEN, Bases, RowsInto, RowsToRead
 from steepest.errors import CheckpointError
 from steepest.runtime.cluster import Cluster
+from steepest.tables.files.saved_rows import (
+    TABLES,
+    CheckpointRows,
+    RowLayer,
+    SavedFile,
+    ShardMark,
+    shards_in,
+)
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.row_messages import MARKS, WRITTEN, Bases, RowsInto, RowsToRead
 
 _LOOK_SECONDS, _HURRIED_SECONDS = 0.2, 0.01
 _PART_BYTES = 64 << 20

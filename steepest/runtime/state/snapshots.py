@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from steepest.checkpoint.saved_rows import TABLES
 from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.system import system
 from steepest.core.tensors.free_memory import free_bytes, warn_if_short
-from steepest.embedding.row_messages import WRITTEN, RowsToRead
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import drop_calls, raise_remote
 from steepest.runtime.cluster import Cluster
@@ -29,6 +27,8 @@ from steepest.runtime.state.row_copies import RowCopies, keeps_on_disk, second_c
 from steepest.runtime.state.row_read import ArrivedRows
 from steepest.runtime.state.transfer import StateTransfer
 from steepest.runtime.worker_state import WorkerState
+from steepest.tables.files.saved_rows import TABLES
+from steepest.tables.job.row_messages import WRITTEN, RowsToRead
 
 log = logging.getLogger(__name__)
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steepest.checkpoint.exported_table import ExportedTable, since_cursor
 from steepest.checkpoint.replicated_tables import replicated_tables
-from steepest.checkpoint.row_values import wide
 from steepest.core.engine.shared_state import SharedState
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.row_messages import RowsToRead
 from steepest.errors import ConfigurationError
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.state.row_read import ArrivedRows
+from steepest.tables.files.exported_table import ExportedTable, since_cursor
+from steepest.tables.files.row_values import wide
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.row_messages import RowsToRead
 
 if TYPE_CHECKING:
-    from steepest.tables.dealing import Dealing
-    from steepest.tables.table import Table
+    from steepest.tables.rows.dealing import Dealing
+    from steepest.tables.rows.table import Table
 
 
 def table_of(cluster: Cluster, name: str) -> tuple[Dealing, Table]:
@@ -83,7 +83,9 @@ def export_table(
 
 def joined_rows(table: Table, found: ArrivedRows, base: list[list[int]] | None) -> ExportedTable:
     """Return the rows of a table's shards as one, in order of ids; for `base` see `ExportedTable.base`."""
-    from steepest.tables.first_values import constant_without_rows  # needs what only tables need
+    from steepest.tables.rows.first_values import (
+        constant_without_rows,  # needs what only tables need
+    )
 
     arrays = found.part()
 

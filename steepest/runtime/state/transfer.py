@@ -13,7 +13,6 @@ import torch
 
 from steepest.checkpoint import files
 from steepest.checkpoint.replicated_tables import described_replicated, with_tables_of
-from steepest.checkpoint.saved_rows import CheckpointRows
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
@@ -31,8 +30,6 @@ from steepest.core.optim.spec import ScheduleState
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -44,6 +41,9 @@ from steepest.runtime.state.restored_rows import RestoredRows
 from steepest.runtime.state.row_read import RowRead, read_apart
 from steepest.runtime.state.table_export import table_of
 from steepest.runtime.worker_state import WorkerState
+from steepest.tables.files.saved_rows import CheckpointRows
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.row_messages import Bases
 
 log = logging.getLogger(__name__)
 
@@ -393,7 +393,7 @@ class StateTransfer:
 
     def import_rows(self, name: str, rows: Any) -> None:
         """Give rows to ids of a table, see `DistributedSGD.import_table`; no step may be going on."""
-        from steepest.checkpoint.imported_rows import imported_rows
+        from steepest.tables.files.imported_rows import imported_rows
 
         dealing, table = table_of(self._cluster, name)
         imported = imported_rows(table, rows)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from steepest.config.run import TLSConfig
+from steepest.core.config.run import TLSConfig
 from steepest.core.transport.encryption import EncryptedSocket
 from steepest.errors import (
     AuthenticationError,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steepest.config.compression import Compression, Int2, Int4, Int8, PowerSGD, TopK
+from steepest.core.config.compression import Compression, Int2, Int4, Int8, PowerSGD, TopK
 from steepest.core.tensors.codec import Codec, Factors, Packed
 from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, narrow_size
 from steepest.core.tensors.layout import Chunk, ParameterLayout, Slice

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steepest.config.run import environment
+from steepest.core.config.run import environment
 from steepest.core.engine.present_gpu import choose_gpu
 from steepest.core.system import system
 from steepest.core.transport.router import Router
