@@ -229,6 +229,13 @@ def increased(base: TableState, increment: TableState) -> TableState:
     return appended([older, replace(increment, **nothing)]).sorted()
 
 
+def test_an_increment_of_which_no_file_has_a_shard_leaves_its_rows_as_they_are() -> None:
+    shard, newer = TableShard([table(dim=DIM, initial=Zeros())]), NewerIds(1)
+    push(shard, np.array([3, 5]), 1)
+    newer.seal()
+    assert newer.older(shard.export()).ids.tolist() == [3, 5]
+
+
 @pytest.mark.long
 @given(TABLES, st.lists(PUSHES, max_size=20), st.integers(0, 19))
 def test_a_state_and_its_increments_are_the_whole(

@@ -130,7 +130,7 @@ class NewerIds:
 
     def __init__(self, tables: int) -> None:
         self._tables = tables
-        self._keys: list[tuple[Int32s, Int64s]] = []
+        self._keys: list[tuple[Int32s, Int64s]] = [(np.empty(0, np.int32), np.empty(0, np.int64))]
         self._index: Index | None = None
 
     def note(self, piece: TableState) -> None:
