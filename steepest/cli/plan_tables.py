@@ -12,6 +12,7 @@ from steepest.cli.scripts import script_of
 from steepest.errors import ConfigurationError
 
 _OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "FTRL")
+_EVICTIONS = ("LRU", "LFU")
 _BATCHES = 200
 
 
@@ -47,6 +48,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", metavar="NAME", help="of a file's tables; default: float32"
     )
     group.add_argument(
+        "--capacity", type=int, metavar="N", help="of a file's tables, in rows; default: none"
+    )
+    group.add_argument(
+        "--eviction",
+        choices=_EVICTIONS,
+        help="of a file's tables, if they have a --capacity; default: none",
+    )
+    group.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="tell which of its rows the tables would remove, in place of the sample's",
+    )
+    group.add_argument(
         "--json", metavar="FILE", help="write it as JSON; - for standard output alone"
     )
 
@@ -66,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     source = Path(options.script)
     if is_sample(source):
         parts = samples_in(source, _described(options))
-        plan = of_samples(parts, None, options.samples, bytes_of(options.memory))
+        memory = bytes_of(options.memory)
+        plan = of_samples(parts, None, options.samples, memory, options.checkpoint)
     else:
         script = script_of(options)
         if options.json != "-":
@@ -78,11 +93,14 @@ def run(options: argparse.Namespace) -> int:
             memory=options.memory,
             batches=_BATCHES if options.batches is None else options.batches,
             seed=options.seed,
+            checkpoint=options.checkpoint,
         )
     if options.json == "-":
         sys.stdout.write(plan.as_json())
         return 0
     sys.stdout.write(as_text(plan.table()) + "\n" + as_text(plan.hit_table()) + "\n")
+    if len(removed := plan.eviction_table()) > 1:
+        sys.stdout.write(as_text(removed) + "\n")
     sys.stdout.write("".join(f"{line}\n" for line in plan.advice()))
     if path is not None:
         write_whole(path, plan.as_json().encode())
@@ -99,4 +117,11 @@ def _described(options: argparse.Namespace) -> dict[str, Any]:
             f"--optimizer {options.optimizer}: give one of {', '.join(_OPTIMIZERS)}"
         )
     optimizer = getattr(tables, options.optimizer)()
-    return {"dim": options.dim, "optimizer": optimizer, "dtype": options.dtype}
+    eviction = None if options.eviction is None else getattr(tables, options.eviction)()
+    return {
+        "dim": options.dim,
+        "optimizer": optimizer,
+        "dtype": options.dtype,
+        "capacity": options.capacity,
+        "eviction": eviction,
+    }

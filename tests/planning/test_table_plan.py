@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,18 @@ pytest.importorskip("numba", reason="embedding tables need it")
 from steepest import Embedding, ParameterServerStrategy, TorchModel
 from steepest.cli import main
 from steepest.cli.planning.distinct import distinct_ids, hit_share
+from steepest.cli.planning.evictions import evictions_at
 from steepest.cli.planning.table_plan import plan_tables
 from steepest.errors import ConfigurationError
-from steepest.tables import LFU, Adagrad, RowWiseAdagrad, Table
+from steepest.tables import LFU, LRU, Adagrad, GlobalStepEvict, RowWiseAdagrad, Table
 from steepest.tables.rows.tiered_rows import bytes_of
 from steepest.testing import InProcessCluster
 from tests.reference import sgd
+from tests.table_jobs import trainer, words
 
 Draw = Callable[[np.random.Generator, int], Any]
 LOOK_UPS = 1_000_000
+LIMITS: dict[str, Any] = {"capacity": 9, "eviction": LFU(), "pinned": (3, 24)}
 
 
 def power_law(ids: int, power: float) -> Draw:
@@ -183,6 +188,74 @@ def test_bytes_of_a_batch_are_those_that_travel() -> None:
     assert flat.batch_bytes is None
 
 
+@pytest.mark.parametrize("eviction", [LRU(), LFU()])
+@pytest.mark.parametrize("pinned", [(), (90, 95)])
+def test_what_a_table_removes_of_a_sample_is_what_a_dict_of_rows_loses(
+    eviction: Any, pinned: tuple[int, ...]
+) -> None:
+    random = np.random.default_rng(0)
+    batches = [power_law(100, 0.8)(random, 12) for _ in range(150)]
+    settings = {"capacity": 30, "eviction": eviction, "pinned": pinned}
+    age = GlobalStepEvict(steps_to_live=2)
+    (found,) = plan_tables({Table("t", 4, evict=(age,), **settings): batches}).tables
+    # by id: the batch that pushed it last, and look-ups since its row was made
+    rows: dict[int, list[int]] = {}
+    seen, had, full, missed = Counter[int](), set[int](), 0, 0
+    use = 0 if isinstance(eviction, LRU) else 1
+    for number, batch in enumerate(batches):
+        counts = Counter(batch.tolist())
+        missed += sum(count for id, count in counts.items() if id in had and id not in rows)
+        others = [id for id in rows if id not in counts and id not in pinned]
+        fresh = [id for id in counts if id not in rows and id not in pinned]
+        held = sum(id not in pinned for id in rows)
+        excess = max(held + len(fresh) - 30 + len(pinned), 0)
+        for id in sorted(others, key=lambda id: (rows[id][use], id))[:excess]:
+            del rows[id]
+            full += 1
+        for id, count in counts.items():
+            rows[id] = [number, rows.get(id, [0, 0])[1] + count]
+        seen += counts
+        had |= set(rows)
+    old = {id for id, (last, _) in rows.items() if 149 - last > 2 and id not in pinned}
+    removed = found.sample.evictions
+    assert removed is not None
+    assert removed.removed == {"full": full, "age": len(old), "norm": 0, "ttl": 0}
+    assert removed.rows == len(rows) - len(old)
+    gone = had - (set(rows) - old)
+    assert set(removed.ids.tolist()) == gone
+    assert [seen[id] for id in removed.ids.tolist()] == sorted(seen[id] for id in gone)[::-1]
+    assert removed.share == missed / (150 * 12)
+    assert full
+    assert old
+
+
+def test_what_tables_remove_of_a_checkpoint_is_what_a_restore_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job saves and another one, with other settings, goes on with it."""
+    before, small = (words(torch.arange(48) % 25, **settings) for settings in ({}, LIMITS))
+    with trainer(before) as sgd:
+        sgd.fit(steps=12, progress=False)
+        rows = sgd.export_table("words").ids.tolist()
+        sgd.save(tmp_path / "saved")
+    with trainer(small) as sgd:
+        sgd.restore(tmp_path / "saved")
+        found = sgd.export_table("words").ids.tolist()
+    described = small(0, 0).tables[0]
+    removed = evictions_at(tmp_path / "saved", [described])["words"]
+    assert removed.rows == len(found) == 9
+    assert removed.removed["full"] == len(rows) - 9
+    assert sorted([*removed.ids.tolist(), *found]) == rows
+    assert 0 < removed.share < 1
+    with pytest.raises(
+        ConfigurationError, match="table 'words' has 25 rows here, its capacity is 9"
+    ):
+        evictions_at(tmp_path / "saved", [replace(described, eviction=None)])
+    (plan,) = plan_tables({described: [0]}, checkpoint=tmp_path / "saved").tables
+    assert plan.sample.evictions is not None
+    assert plan.sample.evictions.rows == 9
+
+
 SCRIPT = """
 import torch, steepest
 from torch.utils.data import DataLoader, TensorDataset
@@ -226,6 +299,10 @@ def test_the_command_reads_scripts_and_files(
     assert found["items"]["row_bytes"]["memory"] == 8 * 4 + 47
     assert found["items"]["look_ups"] == 100_000
     assert found["items"]["batch_bytes"] is None
+    assert main.main([*given, "--capacity", "60", "--eviction", "LRU"]) == 0
+    said = capsys.readouterr().out
+    assert "removed  full  age  norm  ttl  rows that stay  look-ups" in said
+    assert "users     940    0     0    0              60    90.0 %  0, 1, 2, 3, 4" in said
     assert main.main([*given, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["servers"] == 1
 

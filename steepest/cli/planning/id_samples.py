@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from steepest.cli.planning.evictions import Evictions, EvictionTrial, is_tried
 from steepest.data.storage.files import open_file
 from steepest.errors import ConfigurationError
 from steepest.tables.rows.checks import require_ids
@@ -29,6 +30,10 @@ _NO_ARRAYS = (
     zlib.error,
 )
 _FOLDED = 1 << 22  # keys, of which equal ones are put together
+_BATCHES, _BATCH = (
+    200,
+    1024,
+)  # ids without batches are taken for so many, or for more of so many look-ups
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,14 @@ class IdSample:
         table: the table.
         first, second: (n,), int64, how often each of n distinct ids was in each half.
         batch_rows: mean number of distinct ids of a batch; None of a sample without batches.
+        evictions: what the table's settings remove; None of a table that only grows.
     """
 
     table: Table
     first: Any
     second: Any
     batch_rows: float | None = None
+    evictions: Evictions | None = None
 
     @property
     def counts(self) -> Any:
@@ -55,7 +62,9 @@ class IdSample:
 class IdCounter:
     """Counts the ids of one table, those of even and odd batches apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._trial = EvictionTrial(table) if is_tried(table) else None
         self._ids: list[Any] = []
         self._counts: list[Any] = []
         self._waiting = 0
@@ -69,6 +78,8 @@ class IdCounter:
         self._counts.append(both)
         self._waiting += len(ids)
         self._seen += len(ids)
+        if self._trial is not None:
+            self._trial.push(ids, counts)
         if self._waiting > _FOLDED:
             self._fold()
 
@@ -78,28 +89,32 @@ class IdCounter:
         np.add.at(counts, inverse, np.concatenate(self._counts))
         self._ids, self._counts, self._waiting = [ids], [counts], 0
 
-    def sample(self, table: Table, batches: int | None) -> IdSample:
+    def sample(self, batches: int | None) -> IdSample:
         """Return the counts as a sample of a number of batches; None if the data have no batches."""
-        if self._ids:
-            self._fold()
-        both = self._counts[0] if self._counts else np.zeros((0, 2), np.int64)
-        return IdSample(table, both[:, 0], both[:, 1], self._seen / batches if batches else None)
+        if not self._ids:
+            self.add(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
+        self._fold()
+        (ids,), (both,) = self._ids, self._counts
+        evictions = None if self._trial is None else self._trial.end(ids, both.sum(1))
+        mean = self._seen / batches if batches else None
+        return IdSample(self._table, both[:, 0], both[:, 1], mean, evictions)
 
 
 def sample_of(table: Table, ids: Any) -> IdSample:
     """Return the sample of ids from an array of any shape, or from an iterable of arrays, each a batch."""
-    counter, number = IdCounter(), -1
+    counter, number = IdCounter(table), -1
     has_batches = True
     if isinstance(ids, np.ndarray) or hasattr(ids, "__array__") or _is_flat(ids):
         flat = require_ids(f"ids of table {table.name!r}", ids).reshape(-1)
-        batches: Iterable[Any] = (flat[0::2], flat[1::2])
+        size = min(max(len(flat) // _BATCHES, 1), _BATCH, max((table.capacity or _BATCH) // 2, 1))
+        batches: Iterable[Any] = np.split(flat, range(size, len(flat), size))
         has_batches = False
     else:
         batches = ids
     for number, batch in enumerate(batches):
         checked = require_ids(f"ids of table {table.name!r}", batch).reshape(-1)
         counter.add(*np.unique(checked, return_counts=True), number % 2)
-    return counter.sample(table, number + 1 if has_batches else None)
+    return counter.sample(number + 1 if has_batches else None)
 
 
 def _is_flat(ids: Any) -> bool:
@@ -143,8 +158,9 @@ class CountingRows:
 
     def __init__(self, source: Any, tables: Iterable[Table]) -> None:
         self._source = source
-        self._names = {source.place(table): table.name for table in tables}
-        self.counters = {name: IdCounter() for name in self._names.values()}
+        known = list(tables)
+        self._names = {source.place(table): table.name for table in known}
+        self.counters = {table.name: IdCounter(table) for table in known}
         self.batch = 0
 
     def __getattr__(self, name: str) -> Any:

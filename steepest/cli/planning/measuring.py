@@ -151,7 +151,7 @@ def sample_ids(
     finally:
         job.end()
     model, (rows,) = job.model, counting
-    samples = [rows.counters[table.name].sample(table, len(passes)) for table in model.tables]  # type: ignore[attr-defined]
+    samples = [rows.counters[table.name].sample(len(passes)) for table in model.tables]  # type: ignore[attr-defined]
     return samples, len(passes) * model.batch_size, model.data.size
 
 

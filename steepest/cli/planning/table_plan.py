@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from steepest.cli.planning.distinct import DistinctIds, distinct_ids, hit_share
+from steepest.cli.planning.evictions import CAUSES, evictions_at
 from steepest.cli.planning.id_samples import IdSample, sample_of
 from steepest.cli.planning.measuring import sample_ids
 from steepest.cli.planning.plan import creator_of
@@ -22,6 +24,7 @@ from steepest.validation import require_count, require_number
 #: Rows in memory, as shares of all, of which the look-ups found there are told.
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _WANTED = 0.9  # of look-ups, for which the memory is told
+_EXAMPLES = 5  # ids of removed rows that are told
 _SNAPSHOTS = 2  # copies of a row, of which there are two while a snapshot comes
 
 
@@ -139,6 +142,22 @@ class TablePlan:
             for each in self.tables
         ]
 
+    def eviction_table(self) -> list[list[str]]:
+        """Return what tables' settings remove, likewise; the names of the columns alone if all only grow."""
+        head = ["removed", *CAUSES, "rows that stay", "look-ups", "such as"]
+        found = [(each.sample.table.name, each.sample.evictions) for each in self.tables]
+        return [head] + [
+            [
+                name,
+                *(f"{known.removed[cause]:,}" for cause in CAUSES),
+                f"{known.rows:,}",
+                f"{100 * known.share:.1f} %",
+                ", ".join(map(str, known.ids[:_EXAMPLES])) or "-",
+            ]
+            for name, known in found
+            if known is not None
+        ]
+
     def advice(self) -> list[str]:
         """Return in words what to do."""
         total = sum(each.memory for each in self.tables)
@@ -187,6 +206,9 @@ class TablePlan:
                     {"rows": places, "share": each.hits(places)}
                     for places in (int(share * each.rows.likely) for share in SHARES)
                 ],
+                "evictions": None
+                if (known := each.sample.evictions) is None
+                else {**asdict(known), "ids": known.ids[:_EXAMPLES].tolist()},
                 "ninety_percent": {
                     "rows": each.wanted_places,
                     "memory_bytes": each.memory_with(each.wanted_places),
@@ -211,8 +233,9 @@ def plan_tables(
     memory: str | float = "16GB",
     batches: int = 200,
     seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> TablePlan:
-    """Predict the rows of embedding tables in an epoch of the whole data, and what they need.
+    """Predict the rows of embedding tables in an epoch of the whole data, what they need, and what tables remove.
 
     See `docs/howto/plan.md` for what is estimated, and by whose formulas. Nothing is started.
 
@@ -225,9 +248,11 @@ def plan_tables(
         memory: bytes of each server for rows: a number, or text such as "16GB".
         batches: of the model, to be counted.
         seed: of the model's data.
+        checkpoint: of which to tell what tables remove, in place of the sample; its rows are read.
 
     Raises:
-        ConfigurationError: an argument is wrong, or the model has no tables. ModelRaisedError: the model raised.
+        ConfigurationError: an argument is wrong, the model has no tables, or they cannot have the checkpoint's rows.
+        CheckpointError: it cannot be read. ModelRaisedError: the model raised.
 
     Example:
         >>> import numpy as np
@@ -242,21 +267,27 @@ def plan_tables(
     if isinstance(source, Mapping):
         merged(source)
         parts = [sample_of(table, ids) for table, ids in source.items()]
-        return of_samples(parts, None, samples, bytes_for_rows)
+        return of_samples(parts, None, samples, bytes_for_rows, checkpoint)
     parts, seen, whole = sample_ids(creator_of(source, seed), batches=batches, seed=seed)
-    return of_samples(parts, seen, whole if samples is None else samples, bytes_for_rows)
+    wanted = whole if samples is None else samples
+    return of_samples(parts, seen, wanted, bytes_for_rows, checkpoint)
 
 
 def of_samples(
-    parts: Sequence[IdSample], seen: int | None, whole: float | None, memory: float
+    parts: Sequence[IdSample],
+    seen: int | None,
+    whole: float | None,
+    memory: float,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> TablePlan:
-    """Return the plan of tables from samples of their ids; ConfigurationError: they have no ids.
+    """Return the plan of tables from samples of their ids; errors are those of `plan_tables`.
 
     Args:
         parts: one for each table.
         seen: samples of the data in them; None for the most look-ups of a table.
         whole: samples of the whole data; None for as many.
         memory: bytes of each server for rows.
+        checkpoint: as of `plan_tables`.
     """
     if seen is None:
         seen = max((int(part.counts.sum()) for part in parts), default=0)
@@ -267,6 +298,9 @@ def of_samples(
     if whole is not None:
         require_number("samples", whole)
     times = max((whole or seen) / seen, 1.0)
+    if checkpoint is not None:
+        removed = evictions_at(checkpoint, [part.table for part in parts])
+        parts = [replace(part, evictions=removed.get(part.table.name)) for part in parts]
     return TablePlan(tuple(_forecast(part, times) for part in parts), memory, times)
 
 
