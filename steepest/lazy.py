@@ -25,13 +25,13 @@ def lazily(
 
     def load(name: str) -> Any:
         if name in modules:
-            found = getattr(import_module(f"{package}.{modules[name]}"), name)
+            value = getattr(import_module(f"{package}.{modules[name]}"), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
-            found = import_module(f"{package}.{name}")
+            value = import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        own[name] = found  # found without this function from now on
-        return found
+        own[name] = value  # found without this function from now on
+        return value
 
     def names() -> list[str]:
         return [*own["__all__"], *(name for name in own if name.startswith("__"))]

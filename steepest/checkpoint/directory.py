@@ -49,8 +49,8 @@ class CheckpointDirectory:
         """
         with self._reaching():
             folders = self._storage.folders(self._path)
-        found = [path for path in folders if _NAME.fullmatch(path.name)]
-        return sorted(found, key=_number)
+        matching = [path for path in folders if _NAME.fullmatch(path.name)]
+        return sorted(matching, key=_number)
 
     def newest_first(
         self, read: Callable[[StoragePlace], files.Checkpoint]
@@ -64,13 +64,13 @@ class CheckpointDirectory:
         """
         for path in reversed(self.paths()):
             try:
-                found = read(path)
+                newest = read(path)
             except files.UnreachableError:
                 raise
             except CheckpointError as error:
                 self.pass_over(path, error)
             else:
-                yield path, found
+                yield path, newest
         if self._damaged:
             raise CheckpointError(
                 f"none of the checkpoints in {self._path} is whole: bring one back, or give "
@@ -85,8 +85,8 @@ class CheckpointDirectory:
 
     def of_step(self, step: int) -> StoragePlace | None:
         """Return the path of the newest whole checkpoint of a step; None if there is none."""
-        found = [path for path in self._whole() if _step(path) == step]
-        return found[-1] if found else None
+        of_step = [path for path in self._whole() if _step(path) == step]
+        return of_step[-1] if of_step else None
 
     def _whole(self) -> list[StoragePlace]:
         return [

@@ -257,14 +257,14 @@ class JobSignature:
             for name, buffer in self.buffers.items()
             if name != LOOP_STATE
         }
-        found = {name: (tuple(value.shape), value.dtype) for name, value in saved.weights.items()}
-        for name in sorted(wanted.keys() | found.keys()):
-            if name not in found:
+        shapes = {name: (tuple(value.shape), value.dtype) for name, value in saved.weights.items()}
+        for name in sorted(wanted.keys() | shapes.keys()):
+            if name not in shapes:
                 raise CheckpointError(f"it has no {name!r}")
             if name not in wanted:
                 raise CheckpointError(f"it has {name!r}, the model has not")
             for what, theirs, ours in zip(
-                ("shape", "dtype"), found[name], wanted[name], strict=True
+                ("shape", "dtype"), shapes[name], wanted[name], strict=True
             ):
                 if theirs != ours:
                     raise CheckpointError(
@@ -301,14 +301,14 @@ class JobSignature:
 
     def other_data(self, saved: Checkpoint) -> list[str]:
         """Return in words how the data differ from those of a checkpoint, as far as that is known."""
-        found = differences(saved.about.get("data", {}), self.data)
+        unlike = differences(saved.about.get("data", {}), self.data)
         if (theirs := saved.about["samples"]) != self.samples:
             now, before = (
                 "no known number of samples" if count is None else f"{count} samples"
                 for count in (self.samples, theirs)
             )
-            found.insert(0, f"{now} instead of {before}")
-        return found
+            unlike.insert(0, f"{now} instead of {before}")
+        return unlike
 
     def other_tables(self, saved: Checkpoint) -> list[str]:
         """Return in words how embedding tables differ from those of a checkpoint, see `changes_of_tables`."""
@@ -611,11 +611,11 @@ def _layer(path: StoragePlace, files: Mapping[str, Any], about: Mapping[str, Any
     entries, folder = [*files[ROW_FILES], files["optimizer"]], _absolute(path)
     if "shards" in about:
         marks = [ShardMark(*each) for each in about["shards"]]
-        found = [
+        saved_files = [
             SavedFile(each["name"], folder, each, tuple(each["shards"]))
             for each in files[ROW_FILES]
         ]
-        return RowLayer(tuple(found), tuple(marks))
+        return RowLayer(tuple(saved_files), tuple(marks))
     of_files, first = [], dict[int, dict[str, torch.Tensor]]()
     for each in entries:
         names, tensors = _some(path, each)
@@ -664,7 +664,7 @@ def _manifest(
     # CheckpointError: it is missing, damaged, or another one.
     try:
         raw = storage_of(path).read(path / MANIFEST)
-        found = decode_manifest(raw)
+        manifest = decode_manifest(raw)
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
     except StorageError as error:
@@ -673,7 +673,7 @@ def _manifest(
         raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
     if sha256 not in (None, hashlib.sha256(raw).hexdigest()):
         raise CheckpointError(f"another checkpoint is at {path} now")
-    return found
+    return manifest
 
 
 def _tensors(path: StoragePlace, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:

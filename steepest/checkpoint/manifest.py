@@ -103,10 +103,10 @@ def _seal(body: bytes) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    once = dict(pairs)
+    if len(once) < len(pairs):
         raise ValueError("a key stands there twice")
-    return found
+    return once
 
 
 def _is_file(kind: str, value: Any) -> bool:

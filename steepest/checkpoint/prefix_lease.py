@@ -184,8 +184,8 @@ class PrefixLease:
         """Return the number of the lease that counts, and what it holds; None if there is none."""
         # OSError: the store does not answer, or names objects that it has not.
         for _ in range(_LOOKS):
-            found = self._storage.files(self._folder / LEASES)
-            numbers = [int(each.name) for each in found if each.name.isdecimal()]
+            leases = self._storage.files(self._folder / LEASES)
+            numbers = [int(each.name) for each in leases if each.name.isdecimal()]
             if not numbers:
                 return None
             try:
@@ -198,14 +198,14 @@ class PrefixLease:
         return self._folder / LEASES / f"{number:06d}"
 
     def _content(self, released: bool = False) -> bytes:
-        about = {
+        lease = {
             "holder": f"process {os.getpid()} on {os.uname().nodename}",
             "life": _life(os.getpid()),
             "token": self._token,
             "count": self._count,
             "released": released,
         }
-        return json.dumps(about).encode()
+        return json.dumps(lease).encode()
 
     def _refused(self, holder: str) -> CheckpointError:
         return CheckpointError(
@@ -216,10 +216,10 @@ class PrefixLease:
 
 def _decoded(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        lease = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return lease if isinstance(lease, dict) else {}
 
 
 def _holder(content: bytes) -> str:
@@ -228,11 +228,11 @@ def _holder(content: bytes) -> str:
 
 def _is_free(content: bytes) -> bool:
     """Return whether a lease was released, has ended, or is of a dead process of this machine."""
-    found = _decoded(content)
-    if found.get("released") is True:
+    lease = _decoded(content)
+    if lease.get("released") is True:
         return True
-    pid = _pid_here(found.get("life"))
-    return pid is not None and _life(pid) != found["life"]
+    pid = _pid_here(lease.get("life"))
+    return pid is not None and _life(pid) != lease["life"]
 
 
 def _pid_here(life: Any) -> int | None:

@@ -79,8 +79,8 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
     saved_rows = saved.saved_rows or CheckpointRows(())
     tables, seed = list(saved.about.get("tables", ())), int(saved.about["seed"])
     for name, (parameter, table) in after.items():
-        found = rows.get(name) or _served_rows(name, saved)
-        weights[parameter], slots = _begun_with(found, table, seed)
+        own_rows = rows.get(name) or _served_rows(name, saved)
+        weights[parameter], slots = _begun_with(own_rows, table, seed)
         state |= {f"{parameter}/{key}": value for key, value in slots.items()}
     for name in before.keys() & served.keys():
         groups = len({each[4] for each in tables})

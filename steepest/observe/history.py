@@ -228,12 +228,12 @@ class History(Sequence[dict[str, Any]]):
         """Add an evaluation after a number of committed steps, unless there is one with the same result."""
         with self._lock:
             self._take_events()
-            told = dataclasses.asdict(dataclasses.replace(result, step=step))
+            values = dataclasses.asdict(dataclasses.replace(result, step=step))
             now = system().time()
-            row = {"kind": "evaluation", "time": now, **told}
+            row = {"kind": "evaluation", "time": now, **values}
             same = (r for r in self._rows if r.kind == "evaluation" and r.step == step)
             if all(r.as_dict() | {"time": now} != row for r in same):
-                self._add("evaluation", step, now, told)
+                self._add("evaluation", step, now, values)
 
     def reported(self, metrics: Mapping[str, float]) -> None:
         """Add what loops of a user's own have reported behind the last step."""

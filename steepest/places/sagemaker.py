@@ -219,8 +219,8 @@ def _wait_for_all(here: _Host, hosts: Leader) -> None:
     """
     while missing := hosts.missing():
         if hosts.failed:
-            told = "; ".join(f"{host}: {why}" for host, why in hosts.failed.items())
-            raise PeerLostError(f"not all hosts could join. {told}")
+            failures = "; ".join(f"{host}: {why}" for host, why in hosts.failed.items())
+            raise PeerLostError(f"not all hosts could join. {failures}")
         if time.monotonic() > here.deadline:
             raise DeadlineError(_who_is_missing(here, hosts.silent(), missing))
         time.sleep(_LOOK_SECONDS)
@@ -244,8 +244,8 @@ def _run_program(here: _Host, welcome: dict[str, str]) -> tuple[int, str]:
     Hosts that die on the way are the program's business; so are signals, which it gets. Hyperparameters are its
     arguments, unless SageMaker's toolkit has passed them already.
     """
-    told = [] if "SM_USER_ARGS" in os.environ else here.job.arguments()
-    command = command_of(here.options.program, [*here.options.arguments, *told])
+    arguments = [] if "SM_USER_ARGS" in os.environ else here.job.arguments()
+    command = command_of(here.options.program, [*here.options.arguments, *arguments])
     program = SageMakerProgram(command, {"PYTHONUNBUFFERED": "1", **here.environment(welcome)})
     here.signals.program = program
     try:

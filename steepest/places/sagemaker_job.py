@@ -83,7 +83,9 @@ class SageMakerJob:
         groups of instances, are left out.
         """
         channels = {f"SM_CHANNEL_{name.upper()}": str(at) for name, at in self.channels.items()}
-        told = {f"SM_HP_{name.upper()}": _written(v) for name, v in self.hyperparameters.items()}
+        hyperparameters = {
+            f"SM_HP_{name.upper()}": _written(v) for name, v in self.hyperparameters.items()
+        }
         inputs, output = self.base / "input", self.base / "output"
         return {
             "SM_INPUT_DIR": str(inputs),
@@ -98,7 +100,7 @@ class SageMakerJob:
             "SM_CHANNELS": json.dumps(sorted(self.channels)),
             **channels,
             "SM_HPS": json.dumps(dict(self.hyperparameters)),
-            **told,
+            **hyperparameters,
             "SM_MODEL_DIR": str(self.model_dir),
             "SM_OUTPUT_DATA_DIR": str(self.output_data_dir),
         }

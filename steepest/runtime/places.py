@@ -69,8 +69,8 @@ def last_lines(paths: tuple[str, ...], count: int = MOST_LINES) -> list[str]:
         with contextlib.suppress(OSError), open(path, "rb") as file:
             begin = max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0)
             file.seek(begin)
-            found = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
-            whole = found[1:] if begin else found  # the first one may lack its beginning
+            tail = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+            whole = tail[1:] if begin else tail  # the first one may lack its beginning
             kept = [line.rstrip() for line in whole if not line.startswith(":")]
             lines += [line for line in kept[-count:] if line]
     return lines[-count:]

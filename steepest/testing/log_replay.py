@@ -97,15 +97,15 @@ def replay_state(
     Names of the optimizer's state are "parameter/key", those of shards of embedding tables "tables/shard/key".
     """
     carried = _replay_all(log, model_creator, checkpoint)
-    found = dict(carried.state)
+    state = dict(carried.state)
     if carried.rows is not None:
         for file in carried.rows.layers[0].files:
-            found |= file.arrays
+            state |= file.arrays
         for shard, mark in enumerate(carried.rows.marks):
             known = {"updates": mark.updates, "seed": mark.seed, "clock": mark.clock}
             known = {key: n for key, n in known.items() if n or key != "clock"}
-            found |= {f"{TABLES}{shard}/{key}": torch.tensor([n]) for key, n in known.items()}
-    return found
+            state |= {f"{TABLES}{shard}/{key}": torch.tensor([n]) for key, n in known.items()}
+    return state
 
 
 def _replay_all(

@@ -117,13 +117,13 @@ class BodyReader:
         """Return a body in a job of these limits; ProtocolError: it is none, and what is wrong with which field."""
         try:
             _check_parts(data)
-            found = self._decode(data)
+            body = self._decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(self._wrong(data, str(error))) from None
         for name, condition in self._conditions:
-            if not condition.fits(value := getattr(found, name), limits):
+            if not condition.fits(value := getattr(body, name), limits):
                 raise ProtocolError(f"{name}={_shown.repr(value):.80}: give {condition.allowed}")
-        return found
+        return body
 
     def _wrong(self, data: bytes, why: str) -> str:
         """Return what msgspec has found wrong, with the field and its value."""
@@ -135,8 +135,8 @@ class BodyReader:
 
     def number(self, data: bytes) -> int:
         """Return the number of a request, by which its client awaits an answer, of a body that may be wrong; else 0."""
-        found = dict(zip(self.fields, _values(data), strict=False)).get("sequence", 0)
-        return found if type(found) is int and 0 <= found < MOST else 0
+        sequence = dict(zip(self.fields, _values(data), strict=False)).get("sequence", 0)
+        return sequence if type(sequence) is int and 0 <= sequence < MOST else 0
 
 
 def _check_parts(data: bytes) -> None:

@@ -21,10 +21,10 @@ def overlay_of(views: Sequence[RunView], names: Sequence[str], version: str = ""
         names: what the user calls them, such as their directories.
         version: steepest's.
     """
-    told = [view.as_json() for view in views]
-    labels = _apart([each["about"]["name"] for each in told], names)
+    runs = [view.as_json() for view in views]
+    labels = _apart([each["about"]["name"] for each in runs], names)
     metrics = dict.fromkeys(
-        name for each in told for name in each["curves"]["values"] if name.startswith("metrics/")
+        name for each in runs for name in each["curves"]["values"] if name.startswith("metrics/")
     )
     return {
         "name": " · ".join(labels),
@@ -33,10 +33,10 @@ def overlay_of(views: Sequence[RunView], names: Sequence[str], version: str = ""
         "steepest": version,
         "advice": "",
         "head": list(_HEAD),
-        "rows": [_row_of(label, each) for label, each in zip(labels, told, strict=True)],
+        "rows": [_row_of(label, each) for label, each in zip(labels, runs, strict=True)],
         "runs": [
             {"strategy": label, "colour": at, "curves": each["curves"], "evaluations": each["evaluations"]}
-            for at, (label, each) in enumerate(zip(labels, told, strict=True))
+            for at, (label, each) in enumerate(zip(labels, runs, strict=True))
         ],
         "spent": [],
         "parts": [],

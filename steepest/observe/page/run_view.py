@@ -100,8 +100,8 @@ class RunView:
             self._about = {name: row.get(name) or "" for name in ("strategy", "steepest")}
             self._about = {name: str(value) for name, value in self._about.items()}
             self._about["samples"] = plain(row.get("samples"))
-            told = row.get("settings") or {}
-            self._about["settings"] = {str(name): str(value) for name, value in told.items()}
+            settings = row.get("settings") or {}
+            self._about["settings"] = {str(name): str(value) for name, value in settings.items()}
             self._processes = [
                 {"name": str(name), "node": str(node), "host": str(host), "pid": plain(pid)}
                 for name, node, host, pid in row.get("processes", ())

@@ -317,8 +317,8 @@ class _PageRequest(BaseHTTPRequestHandler):
             return
         asked = {name: _count(values[-1]) for name, values in parse_qs(query).items()}
         known = Known(asked.get("since") or 0, asked.get("revision"), asked.get("changes"))
-        told = self.server.source.as_json(known)
-        self._send(200, "application/json", json.dumps(told, separators=(",", ":")).encode())
+        content = self.server.source.as_json(known)
+        self._send(200, "application/json", json.dumps(content, separators=(",", ":")).encode())
 
     def _is_known(self) -> bool:
         """Return whether the reader has the token; the time that this takes does not depend on the token."""

@@ -97,11 +97,11 @@ def _together(trace: ParsedTrace) -> list[str]:
         for name in PARTS
     }
     shown = [name for name in parts if parts[name] >= _WORTH * seconds]
-    told = ", ".join(
+    shares = ", ".join(
         f"{_ms(parts[name])} ({_percent(parts[name], seconds)}) {_WORDS[name]}"
         for name in sorted(shown, key=lambda name: -parts[name])
     )
-    lines.append(f"On the path of the worker that is awaited: {told}.")
+    lines.append(f"On the path of the worker that is awaited: {shares}.")
     lines += _waits(usual, seconds)
     slow = stragglers(trace, usual)
     if slow is not None:

@@ -192,9 +192,9 @@ class Fit:
 
     def _evaluate_if_due(self) -> None:
         """Evaluate, keep the result, call callbacks, then keep the state if it is the best so far."""
-        due = self._evaluation_is_due
-        self._collect(waits=due)
-        if not due:
+        evaluates = self._evaluation_is_due
+        self._collect(waits=evaluates)
+        if not evaluates:
             return
         if self._in_background:
             self._background.begin(self._data)

@@ -114,9 +114,9 @@ class Timeline:
             self._known[actors[peer]] = spans
             self._job.processes.append(spans)
         known = {peer: actor for peer, actor in actors.items() if actor in self._known}
-        told = ask_all(known, "spans", lambda peer: (self._known[actors[peer]].count, least))
+        answers = ask_all(known, "spans", lambda peer: (self._known[actors[peer]].count, least))
         self._add(self._own, *self._ring.since(self._own.count, least))
-        for peer, (count, block) in told.items():
+        for peer, (count, block) in answers.items():
             self._add(self._known[actors[peer]], count, block)
 
     def _add(self, process: ProcessSpans, count: int, block: bytes) -> None:
@@ -138,8 +138,8 @@ class Timeline:
         with contextlib.suppress(ProcessDiedError, CallError, LateError):
             for _ in range(_TRIPS):
                 sent = now()
-                told = runtime().call(actor, "clock").get(_TRIP_SECONDS)
-                readings.append(ClockReading.of_trip(sent, told, now()))
+                reading = runtime().call(actor, "clock").get(_TRIP_SECONDS)
+                readings.append(ClockReading.of_trip(sent, reading, now()))
         if readings:
             best = min(readings, key=lambda each: each.error)
             self._job.clocks[node].readings.append(best)

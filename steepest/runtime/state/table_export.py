@@ -74,11 +74,11 @@ def export_table(
 
     place = [list(each) for each in since.place] if since is not None else []
     bases = [each for each in place if each[0] in chunks]
-    found = read(bases)
-    covered = {chunk for chunk in chunks if found.marks[chunk - dealing.first].since != -1}
+    checkpoint = read(bases)
+    covered = {chunk for chunk in chunks if checkpoint.marks[chunk - dealing.first].since != -1}
     if bases and covered != set(chunks):  # of some shards it is not known what has changed
-        found, covered = (read([]) if covered else found), set()
-    return joined_rows(table, found, place if covered else None)
+        checkpoint, covered = (read([]) if covered else checkpoint), set()
+    return joined_rows(table, checkpoint, place if covered else None)
 
 
 def joined_rows(table: Table, found: ArrivedRows, base: list[list[int]] | None) -> ExportedTable:

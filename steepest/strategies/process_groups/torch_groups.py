@@ -221,12 +221,12 @@ class TorchGroup(ProcessGroup):
         except _EndedError:
             return
         except Exception as error:  # noqa: BLE001 - whatever torch raises; it is told
-            told = self._told(error)
+            reason = self._told(error)
         # the error is gone here, and with its frames the group: who waits for this member fails, too
         if self._ended.wait(_GRACE):
-            log.debug("group of generation %d: %s", self._place.generation, told)
+            log.debug("group of generation %d: %s", self._place.generation, reason)
         else:
-            self._ways.router.call(partial(self._ways.failed, told))
+            self._ways.router.call(partial(self._ways.failed, reason))
 
     def _told(self, error: Exception) -> Exception:
         """Return an error that also says what the group was doing."""

@@ -29,8 +29,8 @@ def narrow(values: Floats, dtype: str) -> torch.Tensor:
     keys = np.zeros(len(values), np.int32), np.zeros(len(values), np.int64)
     salts = np.zeros(1, np.int64)
     sent = RowFormat(columns, 0, dtype).packed_values(values, keys, salts)
-    found = np.concatenate([sent[:, :columns], sent[:, -_SCALE_BYTES:]], axis=1)
-    return torch.from_numpy(found.view(np.int8))
+    packed = np.concatenate([sent[:, :columns], sent[:, -_SCALE_BYTES:]], axis=1)
+    return torch.from_numpy(packed.view(np.int8))
 
 
 def wide(value: torch.Tensor) -> npt.NDArray[Any]:

@@ -32,11 +32,11 @@ class Described(NamedTuple):
 def described_tables(description: Sequence[Sequence[Any]]) -> dict[str, Described]:
     """Return the tables of a description by name, in order."""
     sizes: dict[int, int] = {}
-    found = {}
+    described = {}
     for name, dim, dtype, optimizer, group in description:
         number = sizes[group] = sizes.get(group, -1) + 1
-        found[name] = Described(name, dim, dtype, optimizer, group, number)
-    return found
+        described[name] = Described(name, dim, dtype, optimizer, group, number)
+    return described
 
 
 def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> None:
@@ -78,13 +78,13 @@ def renamed_tables(names: Sequence[str], renames: Mapping[str, str]) -> dict[str
             raise CheckpointError(
                 f"it has no embedding table {old!r} to rename {new!r}: it has {', '.join(map(repr, names)) or 'none'}"
             )
-    found = {name: renames.get(name, name) for name in names}
-    for old, new in found.items():
+    new_names = {name: renames.get(name, name) for name in names}
+    for old, new in new_names.items():
         if old != new and (new in names and renames.get(new, new) == new):
             raise CheckpointError(
                 f"it has embedding tables {old!r} and {new!r}: the former cannot be renamed {new!r}"
             )
-    return found
+    return new_names
 
 
 def require_hashes(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
@@ -110,14 +110,14 @@ def changes_of_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any
         for name, table in after.items()
         if name in before and before[name].optimizer != table.optimizer
     ]
-    found = []
+    moves = []
     if new:
-        found.append(f"new, without rows yet: {', '.join(map(repr, new))}")
+        moves.append(f"new, without rows yet: {', '.join(map(repr, new))}")
     if dropped:
-        found.append(f"dropped with their rows: {', '.join(map(repr, dropped))}")
+        moves.append(f"dropped with their rows: {', '.join(map(repr, dropped))}")
     if others:
-        found.append(f"with another optimizer, whose slots begin anew: {', '.join(others)}")
-    return found
+        moves.append(f"with another optimizer, whose slots begin anew: {', '.join(others)}")
+    return moves
 
 
 def slots_stay(optimizer: str, slots: Any, table: Table) -> bool:

@@ -45,8 +45,8 @@ class Capacities:
         self._tables = tables
         self._parts = spread.parts
         limited = np.array([table.capacity is not None for table in tables])
-        given = np.array([table.capacity or 0 for table in tables], np.int64)
-        self.rows: Int64s = np.where(limited, spread.shares(shard, given), _BOUNDLESS)
+        limits = np.array([table.capacity or 0 for table in tables], np.int64)
+        self.rows: Int64s = np.where(limited, spread.shares(shard, limits), _BOUNDLESS)
         self.most = int(self.rows.sum()) if limited.all() else None
         self._evicts = np.array([table.eviction is not None for table in tables])
         filtered = np.array([table.admission is not None for table in tables])

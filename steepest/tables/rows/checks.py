@@ -17,20 +17,20 @@ def require_ids(name: str, ids: Any) -> Int64s:
 
     ConfigurationError, with the argument's name: they are no integers, or one is out of range.
     """
-    found = np.asarray(ids)
-    if found.size == 0 and found.dtype == np.float64:  # an empty list
-        found = found.astype(np.int64)
-    if found.dtype.kind not in "iu":
+    array = np.asarray(ids)
+    if array.size == 0 and array.dtype == np.float64:  # an empty list
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
         raise ConfigurationError(
-            f"{name} are of {found.dtype}: give integers from 0 to 2^63 - 1 (hash texts first)"
+            f"{name} are of {array.dtype}: give integers from 0 to 2^63 - 1 (hash texts first)"
         )
-    is_wider = found.dtype.kind == "u" and found.dtype.itemsize == 8
-    if found.size and (int(found.min()) < 0 or (is_wider and int(found.max()) > 2**63 - 1)):
-        wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
+    is_wider = array.dtype.kind == "u" and array.dtype.itemsize == 8
+    if array.size and (int(array.min()) < 0 or (is_wider and int(array.max()) > 2**63 - 1)):
+        wrong = int(array.min()) if int(array.min()) < 0 else int(array.max())
         raise ConfigurationError(
             f"{name} hold {wrong}: give integers from 0 to 2^63 - 1; a hash is made one by & (2**63 - 1)"
         )
-    return read_only(found, np.int64)
+    return read_only(array, np.int64)
 
 
 def require_keys(
@@ -55,15 +55,15 @@ def require_keys(
 
 def require_gradients(gradients: npt.ArrayLike, count: int, dim: int, dtype: str) -> Floats:
     """Return gradients as an array that kernels take; ConfigurationError: not (count, dim), or of another dtype."""
-    found = np.asarray(gradients)
-    if found.shape != (count, dim):
+    array = np.asarray(gradients)
+    if array.shape != (count, dim):
         raise ConfigurationError(
-            f"gradients of shape {found.shape} for {count} ids of tables of dimension {dim}: give "
+            f"gradients of shape {array.shape} for {count} ids of tables of dimension {dim}: give "
             f"({count}, {dim})"
         )
-    if found.dtype != dtype:
-        raise ConfigurationError(f"gradients are of {found.dtype}: the tables are of {dtype}")
-    return read_only(found, dtype)
+    if array.dtype != dtype:
+        raise ConfigurationError(f"gradients are of {array.dtype}: the tables are of {dtype}")
+    return read_only(array, dtype)
 
 
 def require_out(out: Floats, shape: tuple[int, int], dtype: str) -> Floats:
@@ -84,12 +84,12 @@ def require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:
     """Return how often each of `count` ids was seen, once by default; ConfigurationError: others than counts from 1."""
     if sightings is None:
         return read_only(np.ones(count, np.int32), np.int32)
-    found = require_ids("sightings", sightings)
-    if found.shape != (count,) or (count and not 1 <= found.min() <= found.max() < 2**31):
+    counts = require_ids("sightings", sightings)
+    if counts.shape != (count,) or (count and not 1 <= counts.min() <= counts.max() < 2**31):
         raise ConfigurationError(
-            f"sightings of shape {found.shape} for {count} ids: give an integer from 1 to 2^31 - 1 for each"
+            f"sightings of shape {counts.shape} for {count} ids: give an integer from 1 to 2^31 - 1 for each"
         )
-    return read_only(found, np.int32)
+    return read_only(counts, np.int32)
 
 
 def repeated(key: np.int64, name: str) -> ConfigurationError:

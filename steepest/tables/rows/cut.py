@@ -63,8 +63,8 @@ class RowCut:
             self._version,
             wanted,
         )
-        found = self._of_table(wanted[:count])
-        return self._copied(found) if len(found) else None
+        rows = self._of_table(wanted[:count])
+        return self._copied(rows) if len(rows) else None
 
     def keep(self, rows: RowArrays | None) -> None:
         """Keep copies that `before` returned, because the rows change now."""
@@ -77,9 +77,9 @@ class RowCut:
         count = looked_at = 0
         while self._next < self._top and 2 * count < most and looked_at < _MOST_LOOKED_AT:
             end = min(self._next + most, self._top)
-            found = self._wanted(np.arange(self._next, end, dtype=np.int32))
-            parts.append(found)
-            count, looked_at = count + len(found), looked_at + end - self._next
+            rows = self._wanted(np.arange(self._next, end, dtype=np.int32))
+            parts.append(rows)
+            count, looked_at = count + len(rows), looked_at + end - self._next
             self._next = end
         if count:
             return self._copied(np.concatenate(parts))

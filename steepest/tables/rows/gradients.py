@@ -174,15 +174,15 @@ def weighted(parts: Sequence[RowGradients], factors: Sequence[float]) -> RowGrad
     lives = None
     if any(part.lives is not None for part in parts):
         lives = longest(np.concatenate([part._lives() for part in parts]), keys.inverse, count)
-    found = np.minimum(seen, 2**31 - 1).astype(np.int32)
-    return RowGradients(keys.tables, keys.ids, sums, found, lives)
+    clipped = np.minimum(seen, 2**31 - 1).astype(np.int32)
+    return RowGradients(keys.tables, keys.ids, sums, clipped, lives)
 
 
 def longest(lives: Int32s, inverse: Int32s, count: int) -> Int32s:
     """Return the greatest of the seconds (n,) that have the same number (n,), for `count` numbers."""
-    found = np.zeros(count, np.int32)
-    np.maximum.at(found, inverse, lives)
-    return found
+    totals = np.zeros(count, np.int32)
+    np.maximum.at(totals, inverse, lives)
+    return totals
 
 
 def width_of(dim: int, dtype: str, *, lives: bool) -> int:

@@ -128,24 +128,24 @@ def _distinct(
 ) -> int:
     mask = np.uint64(len(slots) - 1)
     slots[:] = 0
-    found = 0
+    distinct = 0
     for at in range(len(ids)):
         table, key = tables[at], ids[at]
         slot = (mix(np.uint64(key) ^ (GAMMA * np.uint64(table)))) & mask
         while True:
             other = slots[slot] - 1
             if other < 0:
-                slots[slot] = found + 1
-                first[found], counts[found] = at, 1
-                inverse[at] = found
-                found += 1
+                slots[slot] = distinct + 1
+                first[distinct], counts[distinct] = at, 1
+                inverse[at] = distinct
+                distinct += 1
                 break
             if ids[first[other]] == key and tables[first[other]] == table:
                 counts[other] += 1
                 inverse[at] = other
                 break
             slot = (slot + np.uint64(1)) & mask
-    return found
+    return distinct
 
 
 class Distinct:
@@ -164,10 +164,10 @@ class Distinct:
         first, counts = np.empty(size, np.int32), np.empty(size, np.int32)
         # (n,), of each (table, id) of the batch its place in `tables` and `ids`
         self.inverse = np.empty(size, np.int32)
-        found = _distinct(of, keys, slots, first, counts, self.inverse)
-        self.tables: Int32s = of[first[:found]]  # this and ids: (m,)
-        self.ids: Int64s = keys[first[:found]]
-        self.counts = counts[:found]  # (m,), how often each occurs in the batch
+        groups = _distinct(of, keys, slots, first, counts, self.inverse)
+        self.tables: Int32s = of[first[:groups]]  # this and ids: (m,)
+        self.ids: Int64s = keys[first[:groups]]
+        self.counts = counts[:groups]  # (m,), how often each occurs in the batch
         if spread is not None and spread.num_shards > 1:
             order, _ = deal(self.tables, self.ids, spread)
             if order is not None:

@@ -238,11 +238,11 @@ class Index:
 
     def find(self, tables: Int32s, ids: Int64s) -> tuple[Int32s, int]:
         """Return the row number of each (table, id), -1 for none; and of how many there is none."""
-        found = np.empty(len(ids), np.int32)
+        slots = np.empty(len(ids), np.int32)
         if tables.flags.writeable or ids.flags.writeable:
             tables, ids = read_only(tables, np.int32), read_only(ids, np.int64)
-        missing, _ = _find(tables, ids, self._memory, found)
-        return found, missing
+        missing, _ = _find(tables, ids, self._memory, slots)
+        return slots, missing
 
     def insert(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> int | None:
         """Map each (table, id) to a row number; return None, or the place of the first that is there already.

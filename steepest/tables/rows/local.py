@@ -140,24 +140,24 @@ class LocalRows:
             totals = {}
         self.version += 1
         now, every = int(self._clock()), [shard for shards in self.shards for shard in shards]
-        due = [shard for shard in every if shard.note_time(now)]
+        changed = [shard for shard in every if shard.note_time(now)]
         for group, total in totals.items():
             self._update(group, total, learning_rate)
         if self.version % UPDATES_BETWEEN_EVICTIONS == 0:
             for shard in every:
                 shard.evict(self.version)
-        for shard in due:
+        for shard in changed:
             shard.end_lives(self.version)
         return self.version
 
     def _not_finite(self, totals: Mapping[int, RowGradients]) -> list[str]:
         """Return the names of the tables with NaN or infinity in a gradient."""
-        found = []
+        states = []
         for group, total in totals.items():
             tables = self.shards[group][0].tables
             bad = total.tables[~np.isfinite(total.gradients).all(axis=1)]
-            found += [tables[number].name for number in np.unique(bad)]
-        return found
+            states += [tables[number].name for number in np.unique(bad)]
+        return states
 
     def _update(self, group: int, total: RowGradients, learning_rate: float | None) -> None:
         """Update the rows of one group of tables."""

@@ -23,14 +23,14 @@ class Pins:
 
     def __init__(self, tables: Sequence[Table], spread: Spread, shard: int) -> None:
         """Take those of the tables' ids that belong to this shard."""
-        given = [np.array(table.pinned, np.int64) for table in tables]
-        of = np.repeat(np.arange(len(given), dtype=np.int32), [len(ids) for ids in given])
-        ids = np.concatenate(given)
+        pinned = [np.array(table.pinned, np.int64) for table in tables]
+        of = np.repeat(np.arange(len(pinned), dtype=np.int32), [len(ids) for ids in pinned])
+        ids = np.concatenate(pinned)
         mine = shard_of(of, ids, spread) == shard
-        self.counts: Int64s = np.bincount(of[mine], minlength=len(given))
+        self.counts: Int64s = np.bincount(of[mine], minlength=len(pinned))
         self._index: Index | None = None
         if mine.any():
-            self._index = Index(len(given), int(mine.sum()))
+            self._index = Index(len(pinned), int(mine.sum()))
             self._index.insert(of[mine], ids[mine], np.arange(mine.sum(), dtype=np.int32))
 
     def has(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:

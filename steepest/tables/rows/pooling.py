@@ -86,8 +86,8 @@ class Bags:
     def row_gradients(self, gradients: Floats, count: int) -> Floats:
         """Return the gradients of the rows, (count, dim), from those of the bags, (B, dim)."""
         sums = np.zeros((count, gradients.shape[1]), gradients.dtype)
-        given = read_only(gradients, gradients.dtype)
-        _spread(given, self._inverse, self._bounds, self._weights, self._mean, sums)
+        values = read_only(gradients, gradients.dtype)
+        _spread(values, self._inverse, self._bounds, self._weights, self._mean, sums)
         return sums
 
     def weight_gradients(self, gradients: Floats, rows: Floats) -> Floats:

@@ -213,9 +213,9 @@ class RowLog:
     def _touch(self, slots: Int64s) -> int:
         """Read some records to the system's cache, and note what that took."""
         began = system().now()
-        found = _touch(self._records, slots)
+        used = _touch(self._records, slots)
         self.note((system().now() - began) / max(len(slots), 1), 0.5)
-        return found
+        return used
 
     def note(self, seconds: float, weight: float | None = None) -> None:
         """Count a row's read into `row_seconds`; any thread may."""

@@ -436,11 +436,11 @@ class TableShard(LoadingRows):
         The first one has also what is known of ids without rows.
         """
         rest, rows = self.cut(since)
-        found = rows.take(most)
+        piece = rows.take(most)
         while True:
-            yield replace(rest, **found)
-            rest, found = self.nothing(), rows.take(most)
-            if not len(found["ids"]):
+            yield replace(rest, **piece)
+            rest, piece = self.nothing(), rows.take(most)
+            if not len(piece["ids"]):
                 return
 
     def nothing(self) -> TableState:

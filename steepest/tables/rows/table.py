@@ -192,10 +192,10 @@ class Table:
             )
 
     def _require_pinned(self) -> None:
-        given = np.asarray(self.pinned)
-        if given.dtype.kind == "U" and self.hash is not None:
-            given = text_ids(given, self.hash)
-        ids = np.unique(require_ids(f"pinned ids of table {self.name!r}", given)).tolist()
+        pinned = np.asarray(self.pinned)
+        if pinned.dtype.kind == "U" and self.hash is not None:
+            pinned = text_ids(pinned, self.hash)
+        ids = np.unique(require_ids(f"pinned ids of table {self.name!r}", pinned)).tolist()
         if self.capacity is not None and len(ids) > self.capacity:
             raise ConfigurationError(
                 f"table {self.name!r} has {len(ids)} pinned ids and capacity={self.capacity}: raise it, or pin fewer"
@@ -227,8 +227,8 @@ class Table:
             )
 
     def _require_memory(self) -> None:
-        given = {"memory_rows": self.memory_rows, "memory_bytes": self.memory_bytes}
-        bounds = {name: bound for name, bound in given.items() if bound is not None}
+        memory = {"memory_rows": self.memory_rows, "memory_bytes": self.memory_bytes}
+        bounds = {name: bound for name, bound in memory.items() if bound is not None}
         for name, bound in bounds.items():
             require_count(f"{name} of table {self.name!r}", bound)
         if len(bounds) != bool(self.directory):

@@ -60,12 +60,12 @@ def _find(
 def _take(count: int, hand: int, marks: npt.NDArray[np.uint8], taken: Int32s) -> int:
     """Take places that were not used since the hand was there last; return where the hand is."""
     # A clock (Corbato 1968): a place that was used is passed once.
-    found = 0
-    while found < count:
+    chosen = 0
+    while chosen < count:
         if marks[hand] == _FREE:
-            taken[found] = hand
+            taken[chosen] = hand
             marks[hand] = _NEEDED
-            found += 1
+            chosen += 1
         elif marks[hand] == _SEEN:
             marks[hand] = _FREE
         hand += 1
@@ -253,13 +253,13 @@ class TieredRows:
 
     def copied(self, numbers: Int32s) -> tuple[Floats, Floats]:
         """Return copies of values and slots; no row moves between memory and disk."""
-        found = [
+        blocks = [
             self._copied(numbers[begin : begin + _TURN]) for begin in range(0, len(numbers), _TURN)
         ]
-        if len(found) == 1:
-            return found[0]
+        if len(blocks) == 1:
+            return blocks[0]
         nothing = self._rows.copied(np.empty(0, np.int32))
-        values, slots = zip(nothing, *found, strict=True)
+        values, slots = zip(nothing, *blocks, strict=True)
         return np.concatenate(values), np.concatenate(slots)
 
     def _copied(self, numbers: Int32s) -> tuple[Floats, Floats]:
@@ -279,10 +279,10 @@ class TieredRows:
         for begin in range(0, top, _TURN):
             numbers = np.arange(begin, min(begin + _TURN, top), dtype=np.int32)
             here = (self._place_of[numbers] > 0) | (self._record_of[numbers] > 0)
-            found = np.zeros((len(numbers), self._width), self._dtype)
+            values = np.zeros((len(numbers), self._width), self._dtype)
             if here.any():
-                found[here] = np.concatenate(self._copied(numbers[here]), axis=1)
-            yield begin, found
+                values[here] = np.concatenate(self._copied(numbers[here]), axis=1)
+            yield begin, values
 
     def release(self, numbers: Int32s) -> None:
         """Forget rows that are not in use any more, which were."""
