@@ -39,6 +39,9 @@ class Body:
         self.numbers = [first]
         self.come = system().event()
 
+    def file_of(self, function: Any) -> str:
+        return str(function.__code__.co_filename)
+
     def stay(self) -> None:
         """Return never."""
         system().event().wait()
@@ -243,6 +246,11 @@ def test_what_a_method_raises_is_the_cause(here: JobRuntime, start: Start) -> No
     with pytest.raises(CallRaisedError, match="pickle"):
         here.call(process, "unsendable").get(SECONDS)
     assert here.call(process, "add", 2).get(SECONDS) == [1, 2]
+
+
+def test_a_function_by_value_knows_its_file(here: JobRuntime, start: Start) -> None:
+    """So tracebacks of users' functions show their lines."""
+    assert here.call(start(), "file_of", lambda: 0).get(SECONDS) == __file__
 
 
 def test_a_late_call_goes_on(here: JobRuntime, start: Start) -> None:

@@ -15,10 +15,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
 from steepest.runtime.answers import Answer
 from steepest.runtime.job_runtime import Call, LateError, UnreadableError
+from steepest.runtime.pickling import UserPickler
 
 _LARGE = 1 << 20  # buffers of this many bytes in all, or more, lie in shared memory
 _ALIGNED = 64  # bytes to which a buffer's beginning is rounded
@@ -92,7 +91,7 @@ class ParcelCall(Call):
         return future
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(UserPickler):
     """Pickles a value; calls in it are noted, and referred to."""
 
     def __init__(self, file: io.BytesIO) -> None:
