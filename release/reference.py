@@ -33,7 +33,7 @@ GROUPS = {
     ),
     "Train in a loop of your own": (
         "run", "RunResult", "prepare", "epochs", "register", "report", "weight", "gather", "clip_grad_norm_", "rank",
-        "size", "leaving",
+        "size", "leaving", "evaluate",
     ),
     "Strategies": (
         "ParameterServerStrategy", "AllreduceStrategy", "LocalStrategy", "SimpleStrategy", "Int8", "Int4", "Int2",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.data.ray_dataset import RayDataset as RayDataset
     from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
     from steepest.loop.calls import epochs as epochs
+    from steepest.loop.calls import evaluate as evaluate
     from steepest.loop.calls import gather as gather
     from steepest.loop.calls import leaving as leaving
     from steepest.loop.calls import prepare as prepare
@@ -158,6 +159,7 @@ _MODULES = {
     "RunResult": "loop.run",
     "clip_grad_norm_": "loop.calls",
     "epochs": "loop.calls",
+    "evaluate": "loop.calls",
     "gather": "loop.calls",
     "leaving": "loop.calls",
     "next_offsets": "checkpoint.stream_offsets",

@@ -136,6 +136,16 @@ def require_function(function: object) -> None:
     _require_called_with("function", function, (), wanted)
 
 
+def require_evaluation(function: object, arguments: tuple[object, ...]) -> None:
+    """Check that a function that evaluates can be called with its arguments.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    wanted = "give a function that returns numbers by name, and its arguments behind it"
+    _require_called_with("function", function, arguments, wanted)
+
+
 def _require_called_with(
     name: str, function: object, arguments: tuple[object, ...], wanted: str
 ) -> None:

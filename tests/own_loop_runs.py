@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import steepest
@@ -31,11 +31,18 @@ class Found:
     reports: list[dict[str, float]]
     steps: list[Any]
     events: list[Any]
+    evaluations: list[Any] = field(default_factory=list)
 
 
 def _found(result: steepest.RunResult) -> Found:
     history = result.history
-    return Found(dict(result.state_dict), result.reports, [*history.steps], [*history.events])
+    return Found(
+        dict(result.state_dict),
+        result.reports,
+        [*history.steps],
+        [*history.events],
+        history.evaluations,
+    )
 
 
 def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Found:

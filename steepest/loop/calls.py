@@ -18,6 +18,7 @@ from steepest.loop.bare_tensors import BareTensors, bare_tensors
 from steepest.loop.closures import ByClosure, needs_closure, steps_in_workers
 from steepest.loop.cursor import Cursor, Steps
 from steepest.loop.each_epoch import EachEpochSource
+from steepest.loop.evaluations import ask, copied
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
@@ -28,7 +29,7 @@ from steepest.loop.streamed import StreamCursor
 from steepest.loop.table_rows import clip_alone, connect_alone
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.loop.user_loop import UserLoop, calling, current, seen_from
-from steepest.validation import require_count
+from steepest.validation import require_count, require_evaluation
 
 _ORDER = (
     "steepest.prepare(model, optimizer, loader), and schedulers and further loaders as there are"
@@ -380,6 +381,45 @@ def report(**values: Any) -> None:
     """
     if (loop := calling("report")) is not None:
         loop.report(values)
+
+
+def evaluate(function: Callable[..., Any], *arguments: Any) -> dict[str, float] | None:
+    """Evaluate a copy of the model, or of anything else, in a process of its own, while training goes on.
+
+    All workers call it at the same place of the loop. The worker with rank 0 copies the function, its arguments and
+    all that it refers to, such as the model, as they are now; loaders given to `prepare` are copied as loaders of
+    all samples. The process has no GPU, and tensors are copied to the memory of the CPU. What the function returns
+    becomes a row of the history with the number of steps before the call, and goes to `Callback.on_evaluation`;
+    the end of `steepest.run` waits for it. Evaluations are made one after the other: a call while one is under way
+    waits in the driver, and training with it.
+
+    If the process dies, another one evaluates the copy again. If worker 0 dies before the driver has the copy, or
+    if the program ends, the evaluation is left out.
+
+    Outside of `steepest.run` the copy is evaluated at once, in this process.
+
+    Args:
+        function: returns numbers by name, among which "loss" is the evaluation's loss. Gradients are off in it.
+        arguments: of the function.
+
+    Returns:
+        The numbers, outside of `steepest.run`; None in a worker.
+
+    Raises:
+        ConfigurationError: something cannot be copied; the model has embedding tables; a worker calls it before
+            `epochs`; or outside of `steepest.run` the function returns no numbers. In a worker `steepest.run` raises
+            what the function raises.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> evaluate(lambda model, data: {"parameters": model.weight.numel() + len(data)}, model, [1, 2])
+        {'parameters': 4.0}
+    """
+    require_evaluation(function, arguments)
+    if (loop := calling("evaluate")) is None:
+        return copied(function, arguments).values()
+    ask(loop, function, arguments)
+    return None
 
 
 @_told

@@ -18,6 +18,8 @@ from steepest.loop.user_loop import UserLoop
 class PreparedLoader:
     """A loader in the place of one that was given to `prepare`, which has, and is given, all other attributes.
 
+    A pickled one is that loader itself.
+
     Args:
         loader: that one.
     """
@@ -27,6 +29,9 @@ class PreparedLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.loader,)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.loader, name, value)
@@ -155,6 +160,10 @@ class EvaluationLoader(PreparedLoader):
     def __len__(self) -> int:
         """Return the number of batches of each worker."""
         return len(self._batches(len(_indices_of(self.loader)), self._loop.job.size))
+
+
+def _itself(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return loader
 
 
 def _indices_of(loader: DataLoader[Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from steepest.observe.reports import CALLS_OF_PLACE, Reported
+from steepest.observe.reports import ASKS, CALLS_OF_PLACE, Reported
 
 
 class LoopReports:
@@ -22,6 +23,7 @@ class LoopReports:
         self._reports: list[Reported] = []
         self._noted = 0  # of these, that have gone to the driver with a step
         self._handed: tuple[int, list[Reported]] = (-1, [])  # of the last call of `hand_over`
+        self._copies: dict[int, Any] = {}  # by number of the call that asked for an evaluation
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -61,6 +63,18 @@ class LoopReports:
             weight = max(weights.values(), default=0.0)
             self._reports.append(Reported(number, weight, dict(values)))
             self.fresh |= values
+
+    def ask(self, number: int, step: int, copy: Any) -> None:
+        """Take a call that asks for an evaluation after a number of steps, with a copy of what is evaluated."""
+        if number >= self._first:
+            self._reports.append(Reported(number, 0.0, {ASKS: step}))
+            self._copies[number] = copy
+
+    def take_copy(self, number: int) -> Any:
+        """Return the copy of a call that asked for an evaluation, and forget those before; None if it is not here."""
+        found = self._copies.get(number)
+        self._copies = {each: copy for each, copy in self._copies.items() if each > number}
+        return found
 
     def count(self, weight: float) -> None:
         """Add the weight of the present batch, or its change."""

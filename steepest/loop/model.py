@@ -565,6 +565,10 @@ class LoopModel(TorchModel):
         """Let the user's function go on between two steps, see `Session.advance`."""
         return self._in_turn(self.session.advance, epoch, number)
 
+    def copy_to_evaluate(self, number: int) -> Any:
+        """Return what a call of `steepest.evaluate` has copied; None if that worker is another, or has died."""
+        return self.loop.reports.take_copy(number)
+
     def evaluate(self, batch: Any) -> NoReturn:
         """Refuse: only the loop knows how its model is evaluated."""
         raise ModelError(

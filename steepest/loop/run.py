@@ -154,6 +154,9 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             epochs = max(wanted.epochs - begun, 1)
             begun += epochs
             sgd.fit(epochs=epochs, callbacks=[ends, *callbacks], progress=progress)
+        for result in sgd._end_evaluations():
+            for callback in callbacks:
+                callback.on_evaluation(sgd, result)
         _end(sgd.history, ends.first)
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 

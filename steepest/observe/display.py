@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import deque
@@ -101,7 +102,8 @@ class Meter:
         parts += [f"step {last.step}{counted}", f"loss {last.loss:.4f}"]
         parts += [f"{name} {value:.3f}" for name, value in last.metrics.items()]
         if (evaluation := self.evaluation) is not None:
-            parts += [f"validation loss {evaluation.loss:.4f}"]
+            if not math.isnan(evaluation.loss):  # a loop's own evaluation may have none
+                parts += [f"validation loss {evaluation.loss:.4f}"]
             parts += [
                 f"validation {name} {value:.3f}" for name, value in evaluation.metrics.items()
             ]

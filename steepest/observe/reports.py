@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from steepest.core.system import system
 
 CALLS_OF_PLACE = 1 << 16  #: more than a loop has calls of `report` at one place
+ASKS = "\0evaluate"  #: the name under which a call asks for an evaluation; its value is the step
 
 
 class Reported(NamedTuple):
@@ -28,6 +29,9 @@ class Reports:
     With `Checkpoints` the calls are also in the file ``reports.jsonl`` beside them, a row for each: a program that
     continues from a checkpoint has those that were made before.
 
+    Attributes:
+        asked: the number and step of each evaluation that a loop has asked for, until it is begun.
+
     Example:
         >>> reports = Reports()
         >>> reports.add(0, [Reported(0, 3, {"loss": 1.0})], step=5)
@@ -46,6 +50,8 @@ class Reports:
         self._shown: dict[int, int] = {}  # by worker, the last call that a step's row tells of
         self._new: list[tuple[int, int, Reported]] = []  # not in the file: step, worker and call
         self._dropped = 0  # of these before, that are
+        self.asked: list[tuple[int, int]] = []
+        self._ever_asked: set[int] = set()
 
     def add(self, worker: int, reported: Iterable[Reported], step: int) -> None:
         """Add what one worker has reported; a call that was added before, perhaps of its predecessor, is replaced.
@@ -56,9 +62,17 @@ class Reports:
             step: the number of steps committed by then.
         """
         for each in reported:
+            if ASKS in each.values:
+                self._ask(each)
             # at the end of a `fit` workers are asked for all once more
-            if self._put(worker, each):
+            elif self._put(worker, each):
                 self._new.append((step, worker, each))
+
+    def _ask(self, each: Reported) -> None:
+        """Note a call that asks for an evaluation, unless it was noted before."""
+        if each.number not in self._ever_asked:
+            self._ever_asked.add(each.number)
+            self.asked.append((each.number, int(each.values[ASKS])))
 
     def _put(self, worker: int, each: Reported) -> bool:
         """Note a call of a worker; return whether it is new."""

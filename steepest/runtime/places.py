@@ -101,6 +101,17 @@ def processor_use(pid: int) -> tuple[float, bool] | None:
     return seconds, any(map(_is_runnable, Path(f"/proc/{pid}/task").glob("*/stat")))
 
 
+def processor_wait() -> float:
+    """Return the seconds for which this process' threads that live have waited for a processor; 0 if it is unknown."""
+    waited = 0
+    for stat in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(
+            OSError, IndexError
+        ):  # the thread has ended, or the kernel does not count
+            waited += int(stat.read_text().split()[1])
+    return waited * 1e-9
+
+
 def processor_state(pid: int) -> str:
     """Return the kernel's state of a process of this node, in words; any thread may call this."""
     try:

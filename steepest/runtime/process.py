@@ -74,7 +74,7 @@ from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.lease import ProcessLease
 from steepest.runtime.lent_models import lent_to
-from steepest.runtime.places import Place, began
+from steepest.runtime.places import Place, began, processor_wait
 from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.scheduling import give_way
 from steepest.runtime.state_reader import read_state
@@ -316,6 +316,11 @@ class ProcessActor:
         part = replicas.evaluate(data, None, 0, 1)
         values = replicas.models[0].metric_values([part.states])
         return replace(part.result, metrics={**part.result.metrics, **values})
+
+    @on_router
+    def evaluate_copy(self, copy: Callable[[], WorkerResult]) -> WorkerResult:
+        """Return what a copied evaluation returns, in a process that is no member of the job."""
+        return copy()
 
     def sample_hashes(self, length: int, numbers: list[int]) -> list[str] | None:
         """Return hashes of samples of the models' data, see `steepest.core.data.fingerprint.sample_hashes`."""
@@ -615,7 +620,7 @@ class ProcessActor:
             self.router.call(functools.partial(member.abandon, number, reason))
 
     def counters(self) -> dict[str, Any]:
-        """Return frames refused, bytes sent and resident, processor time, rows of tables, what servers spent.
+        """Return frames refused, bytes sent and resident, processor time and waits for it, rows, what servers spent.
 
         Also amid a step.
         """
@@ -625,6 +630,7 @@ class ProcessActor:
             "bytes_sent": self._transport.bytes_sent,
             "resident": _resident_bytes(),
             "processor": time.process_time(),
+            "waited": processor_wait(),
             "tables": table_counts(self._servers),
             "now": system().now(),
             "servers": [server.spent for server in self._servers],

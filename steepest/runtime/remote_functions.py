@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import numpy as np
@@ -90,6 +90,11 @@ def on_models(replicas: Replicas, fn: Callable[[Model], Any], name: str = "") ->
     with lent_to(name or f"the function {name_of(fn)}", replicas):
         results = [fn(model) for model in replicas.models]
     return sent(fn, results)
+
+
+def copy_to_evaluate(replicas: Replicas, number: int) -> Any:
+    """Return the copy of the evaluation that a loop's call with this number has asked for; None if it is not here."""
+    return cast("Any", replicas.models[0]).copy_to_evaluate(number)
 
 
 def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> PickledResult:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from steepest.core.engine.replicas import WorkerResult
 from steepest.core.messages.means import Measured
-from steepest.core.tensors.dtypes import Tensors
+from steepest.core.system import system
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.observe.results import EvaluationResult
 from steepest.runtime.calls import drop_calls, last_line, raise_remote, travelling
@@ -19,10 +18,13 @@ from steepest.runtime.cluster import Cluster
 from steepest.runtime.driver.calls import Calls
 from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, runtime
 from steepest.runtime.owner import Moment, owned
+from steepest.runtime.remote_functions import copy_to_evaluate
 from steepest.runtime.state.transfer import StateTransfer
 
 log = logging.getLogger(__name__)
 _WHAT = "evaluate"
+_IN_WORKERS = "fit(..., background=False) has the workers evaluate"
+_IN_LOOP = "a call of the function itself, in the loop, has the workers evaluate"
 
 
 def summary_of(results: Collection[WorkerResult], step: int, epoch: int | None) -> EvaluationResult:
@@ -36,14 +38,14 @@ def summary_of(results: Collection[WorkerResult], step: int, epoch: int | None) 
 
 
 @dataclass(frozen=True)
-class _CopiedWeights:
-    """What is evaluated: weights and buffers after a step, and the data, as it was sent."""
+class _Evaluated:
+    """What is evaluated, after a step: a method of a process, and its arguments."""
 
     step: int
     epoch: int | None
-    weights: Mapping[str, torch.Tensor]
-    buffers: Tensors
-    data: Any
+    method: str
+    arguments: tuple[Any, ...]
+    instead: str  # of background evaluation, in words
 
 
 class BackgroundEvaluation:
@@ -57,6 +59,7 @@ class BackgroundEvaluation:
         state: the job's.
         calls: run what needs a job that is whole.
         present: returns the step at which the job is, and the epoch of the last one.
+        asked: the number and step of each evaluation that users' loops have asked for.
 
     Attributes:
         step: of the newest snapshot.
@@ -68,13 +71,15 @@ class BackgroundEvaluation:
         state: StateTransfer,
         calls: Calls,
         present: Callable[[], tuple[int, int | None]],
+        asked: list[tuple[int, int]],
     ) -> None:
         self.owner = cluster.owner
         self.step = 0
         self._cluster, self._state, self._calls, self._present = cluster, state, calls, present
+        self._asked = asked
         self._process: Any = None
         self._deaths = 0  # of processes, in the evaluation of one snapshot
-        self._snapshot: _CopiedWeights | None = None
+        self._snapshot: _Evaluated | None = None
         self._call: Any = None  # that evaluates it
         self._sent: tuple[Any, Any] = (None, None)  # data, and what stands for them in calls
         cluster.ending.append(self._end)
@@ -103,17 +108,47 @@ class BackgroundEvaluation:
                 "workers evaluate between two steps"
             )
 
-        def take() -> _CopiedWeights:
+        def take() -> _Evaluated:
             weights, _ = self._state.weights()
-            buffers = self._state.merged_buffers()
-            return _CopiedWeights(*self._present(), weights, buffers, self._sent[1])
+            buffers, cluster = self._state.merged_buffers(), self._cluster
+            arguments = cluster.creator, cluster.job, weights, buffers, self._sent[1]
+            return _Evaluated(*self._present(), "evaluate_snapshot", arguments, _IN_WORKERS)
 
         if self._sent[0] is not data:
             self._sent = data, travelling("the data of an evaluation", data)
-        snapshot = self._calls.surviving(take)
+        self._begin(self._calls.surviving(take))
+
+    def _begin(self, snapshot: _Evaluated) -> None:
         self.step, self._deaths = snapshot.step, 0
         self._snapshot = snapshot
         self._ask()
+
+    @owned(Moment.WHOLE)
+    def _begin_asked(self, number: int, step: int) -> None:
+        """Begin the evaluation that a loop has asked for, if the worker that has copied it lives."""
+        copies = self._cluster.workers.ask(copy_to_evaluate, number)
+        copy = next((each for each in copies if each is not None), None)
+        if copy is None:
+            log.warning(
+                "steepest.evaluate() after step %d is left out: worker 0 died with its copy", step
+            )
+            return
+        self._begin(_Evaluated(copy.step, copy.epoch, "evaluate_copy", (copy,), _IN_LOOP))
+
+    def results(self) -> Iterator[EvaluationResult]:
+        """Yield the results that are here, and begin what loops have asked for; these are evaluated one by one.
+
+        It may be called while workers train, and raises as `collect` does.
+        """
+        while self._asked or self.is_done:
+            if not self.is_under_way:
+                self._begin_asked(*self._asked.pop(0))
+                continue
+            if self._call is not None:
+                with contextlib.suppress(Exception):  # raised by `collect`
+                    system().result(self._call.future())
+            if (result := self.collect(waits=False)) is not None:
+                yield result
 
     @owned(Moment.WHOLE)
     def _ask(self) -> None:
@@ -125,10 +160,7 @@ class BackgroundEvaluation:
             cpus = cluster.run_config.resources.cpus_per_worker
             seat = seats[-1 - self._deaths % len(seats)]
             self._process = cluster.start_process("evaluation", seat, 0, 0, cpus)
-        self._call = runtime().call(
-            self._process, "evaluate_snapshot", cluster.creator, cluster.job, snapshot.weights,
-            snapshot.buffers, snapshot.data,
-        )  # fmt: skip
+        self._call = runtime().call(self._process, snapshot.method, *snapshot.arguments)
 
     def collect(self, *, waits: bool = True) -> EvaluationResult | None:
         """Return the result of the snapshot; None if there is none, or not yet and the caller does not wait.
@@ -180,10 +212,9 @@ class BackgroundEvaluation:
             f"the process that evaluated the weights after step {self._snapshot.step} died ({why})"
         )
         if self._deaths > allowed:
-            self._snapshot = None
+            instead, self._snapshot = self._snapshot.instead, None
             raise PeerLostError(
-                f"{words}: FailureConfig(max_failures={allowed}) allows no more; fit(..., background=False) has "
-                "the workers evaluate"
+                f"{words}: FailureConfig(max_failures={allowed}) allows no more; {instead}"
             )
         log.warning("%s: another one evaluates them again", words)
         self._ask()

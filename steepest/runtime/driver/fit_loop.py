@@ -168,8 +168,7 @@ class Fit:
 
     def _on_step(self, result: StepResult) -> None:
         self._tell()
-        if self._background.is_done:
-            self._keep_result(waits=False)
+        self._keep_results()
         for callback in self._callbacks:
             callback.on_step(self._sgd, result)
 
@@ -209,14 +208,19 @@ class Fit:
 
     def _collect(self, *, waits: bool) -> None:
         """Take what was evaluated in the background, and call callbacks; workers are idle."""
-        self._keep_result(waits=waits)
+        self._keep_results()
+        if waits and (result := self._background.collect()) is not None:
+            self._keep(result)
         self._tell_results()
 
-    def _keep_result(self, *, waits: bool) -> None:
-        """Keep what was evaluated in the background; wait for it if there is an evaluation under way."""
-        if (result := self._background.collect(waits=waits)) is not None:
-            self._keeping.add(result)
-            self._untold.append(result)
+    def _keep_results(self) -> None:
+        """Keep what was evaluated in the background, and begin what loops have asked for."""
+        for result in self._background.results():
+            self._keep(result)
+
+    def _keep(self, result: EvaluationResult) -> None:
+        self._keeping.add(result)
+        self._untold.append(result)
 
     def _tell_results(self) -> None:
         """Call callbacks for evaluations."""

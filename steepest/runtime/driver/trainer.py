@@ -207,7 +207,7 @@ class DistributedSGD:
             checkpoints, lock, self._training, self._state, self._calls
         )
         self._background = BackgroundEvaluation(
-            cluster, self._state, self._calls, self._keeping.present
+            cluster, self._state, self._calls, self._keeping.present, self.history.reports.asked
         )
         self._keeping.resume()
         self._events = EventFeed(cluster.events)
@@ -578,6 +578,14 @@ class DistributedSGD:
             again, on_models = self._calls.surviving, remote_functions.on_models
             parts = self._on_workers(again, on_models, fn, loop, what=f"run {loop}")
             return [result for part in parts for result in part]
+
+    def _end_evaluations(self) -> Iterator[EvaluationResult]:
+        """Keep and yield the results of all evaluations that users' loops have asked for."""
+        while (
+            result := next(self._background.results(), None) or self._background.collect()
+        ) is not None:
+            self._keeping.add(result)
+            yield result
 
     @folds_frames
     def for_model(self, fn: Callable[[Any], T]) -> T:
