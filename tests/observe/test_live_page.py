@@ -44,6 +44,7 @@ from steepest.runtime.driver.job_page import LiveRun
 from tests.limits import limited
 from tests.logged_runs import TASK
 from tests.page_rows import row_of
+from tests.reference import samples
 from tests.simulation.run import Simulation, pause, run_config
 from tests.step_callbacks import After
 
@@ -287,6 +288,7 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
             told = live.as_json(Known())
             seen.append((result.step, told["curves"]["step"][-1]))
+            assert told["goal"] == 20  # of the call, which pauses before
             super().on_step(trainer, result)
 
     with (
@@ -296,7 +298,8 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         ) as trainer,
     ):
         live = LiveRun(trainer._live(), trainer._training, "a run")
-        trainer.fit(steps=20, callbacks=[Look({9: kill_server})], progress=False)
+        pauses = {"validation": samples(6), "evaluate_every": 6}
+        trainer.fit(steps=20, callbacks=[Look({9: kill_server})], progress=False, **pauses)  # type: ignore[arg-type]
         pause(1.0)  # rows are not read anew at once
         told, view = live.as_json(Known()), RunView("a run")
         view.add_all(trainer.history[:])

@@ -112,6 +112,13 @@ def test_what_few_steps_have_is_seen_beside_what_all_have(page: Browser, tmp_pat
     assert page.value(drawn.format("accuracy", "path.js-line") + ".length") == 1
     legend = page.value(drawn.format("loss", ".legendtext") + ".map((each) => each.textContent)")
     assert legend == ["loss", "reported by the script"]
+    view.add(
+        {"kind": "evaluation", "step": 60, "time": 1.0, "loss": None, "metrics": {"held out": 0.5}}
+    )
+    file.write_text(document(view.as_json(), chart_script()))
+    page.go(file.as_uri())
+    page.wait_for(SHOWN)
+    page.wait_for(drawn.format("held out", ".point") + ".length === 1")
     rates = page.value(drawn.format("learning rate", ".ytick") + ".map((each) => each.textContent)")
     assert "0" in rates
     assert not any(each.startswith("−") for each in rates)  # none is below 0
@@ -181,13 +188,17 @@ def test_runs_are_laid_over_one_another(page: Browser, tmp_path: Path) -> None:
     )
     assert legend == ["first", "second"]
     assert page.value("document.getElementById('recommended').hidden")
+    ticks = "[...document.querySelectorAll('#charts .plot')][1].querySelectorAll('.ytick').length"
+    before_log = page.value(ticks)
+    page.value("document.getElementById('log').click()")
+    page.wait_for(f"{ticks} !== {before_log}")
     assert page.complaints[before:] == []
 
 
 def scored(
-    page: Browser, tmp_path: Path, compute: list[float], processor: list[float] | None
+    page: Browser, tmp_path: Path, compute: list[float], fed: list[float] | None
 ) -> list[str]:
-    """The scores that are red, of workers that take so long now, and had so much of a processor."""
+    """The scores that are red, of workers that take so long now, and had so much of the processor time they wanted."""
     view, record, file = RunView("scores"), JobRecord(), tmp_path / "page.html"
     for step in range(1, 401):
         usual = [0.1] * len(compute)
@@ -198,10 +209,10 @@ def scored(
     view.add(row_of(1))
     view.add_all(record.unwritten()[0])
     live = {"live": True, "training": True, "processes": [
-        {"name": f"worker {w}", "node": "a", "host": "b", "pid": w, "processor": part}
-        for w, part in enumerate(processor or [])
+        {"name": f"worker {w}", "node": "a", "host": "b", "pid": w, "fed": part}
+        for w, part in enumerate(fed or [])
     ]}  # fmt: skip
-    file.write_text(document(view.as_json(now=live if processor else None), chart_script()))
+    file.write_text(document(view.as_json(now=live if fed else None), chart_script()))
     page.size(1440)
     page.go(file.as_uri())
     page.wait_for("document.querySelectorAll('#scores tr').length > 1")
@@ -214,13 +225,17 @@ def scored(
 def test_a_worker_is_red_if_it_is_slow_and_not_if_its_machine_is_busy(
     page: Browser, tmp_path: Path
 ) -> None:
-    """It takes three times as long by itself; without a processor; and as all others do."""
+    """It takes three times as long by itself; without a processor; as all others do; where nobody waits for it."""
     slow = [0.1, 0.3, 0.1, 0.1]
     assert scored(page, tmp_path, slow, None) == ["0.33", "0.33"]
-    assert scored(page, tmp_path, slow, [0.3, 1.0, 0.3, 0.3]) == ["0.33", "0.33"]
-    assert scored(page, tmp_path, slow, [0.3, 0.4, 0.3, 0.3]) == []
-    assert "40 % of a processor while it computes: its machine is busy" in page.value(TEXT)
+    assert scored(page, tmp_path, slow, [0.9, 1.0, 0.9, 0.9]) == ["0.33", "0.33"]
+    assert scored(page, tmp_path, slow, [0.9, 0.4, 0.9, 0.9]) == []
+    assert "40 % of the processor time that it wants: its machine is busy" in page.value(TEXT)
     assert scored(page, tmp_path, [0.3] * 4, None) == []
+    assert scored(page, tmp_path, [0.01, 0.3, 0.05, 0.01], None) == [
+        "0.03",
+        "0.33",
+    ]  # not the third
 
 
 def test_a_stranger_reads_what_is_missing(page: Browser) -> None:

@@ -76,7 +76,7 @@ def test_a_set_back_a_strategy_and_a_size_leave_a_record_each(
     assert strategies["cause"] == "allreduce instead of ps was asked for"
     assert strategies["processes"] == "2 workers, 2 servers, allreduce"
     assert size["cause"] == "3 workers instead of 2 are wanted"
-    assert size["decision"] == "1 workers join, with the processes' own state"
+    assert size["decision"] == "1 worker joins, with the processes' own state"
     for each in (death, strategies, size):
         seconds = dict(part.rsplit(" ", 1) for part in each["seconds"].split(", "))
         known = ["seeing", "starting", "taking stock", "applying"]

@@ -28,9 +28,9 @@
     chart(box.lastChild, draw);
   };
   const addCurves = (title, [axis, xs], ys, fromZero = false) => runs.some((run) => ys(run).some((y) => isNumber(y) && (y || !fromZero))) && addChart(title, (box) => plot(box, runs.map((run) => ({
-    x: xs(run), y: ys(run), name: run.strategy, type: "scatter", mode: ys(run).filter(isNumber).length < xs(run).length || xs(run).length < 3 ? "lines+markers" : "lines", connectgaps: true, marker: { size: 5 },
+    x: xs(run), y: smoothed(ys(run)), name: run.strategy, type: "scatter", mode: ys(run).filter(isNumber).length < xs(run).length || xs(run).length < 3 ? "lines+markers" : "lines", connectgaps: true, marker: { size: 5 },
     line: { width: 1.6, color: run.colour },
-  })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: { rangemode: fromZero ? "tozero" : "normal" } }));
+  })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: { type: byLog ? "log" : "linear", rangemode: fromZero && !byLog ? "tozero" : "normal" } }));
 
   const drawCurves = () => {
     if (!runs.length) { byId("charts").replaceChildren(element("p", "No step was taken.", "quiet")); return; }
@@ -81,6 +81,7 @@
     }
     setTimeout(update, again);
   };
+  onCurvesChosen(() => { if (data) drawCurves(); });
   dark.addEventListener("change", () => { if (data) drawCurves(); });
   requestAnimationFrame(() => setTimeout(loadCharts));
   const kept = byId("data");

@@ -76,14 +76,36 @@
     const c = colours();
     const axis = { gridcolor: c.line, linecolor: c.line, zeroline: false, automargin: true };
     return {
-      height: 220, margin: { l: 48, r: 10, t: 8, b: 32 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      height: 220, margin: { l: 48, r: 10, t: more.showlegend ? 26 : 8, b: 32 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: c.text, size: 12 }, hovermode: "x unified", hoverlabel: { bgcolor: dark.matches ? "#1d2126" : "#ffffff" },
-      showlegend: false, legend: { orientation: "h", y: 1.15, x: 0 }, ...more,
+      showlegend: false, legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0 }, ...more,
       xaxis: { ...axis, ...(more.xaxis || {}) }, yaxis: { ...axis, ...(more.yaxis || {}) },
     };
   };
   const plot = (box, traces, more) =>
     Plotly.react(box, traces, layout(more), { responsive: true, displaylogo: false, displayModeBar: false });
+
+  // -- how curves are drawn, by the buttons of the page -----------------------------------------
+
+  let byLog = false, smoothing = 0;
+  const onCurvesChosen = (drawAgain) => {
+    byId("log").addEventListener("click", () => {
+      byLog = !byLog;
+      byId("log").setAttribute("aria-pressed", String(byLog));
+      drawAgain();
+    });
+    byId("smooth").addEventListener("input", () => { smoothing = Number(byId("smooth").value); drawAgain(); });
+  };
+  // an exponential mean of what came so far, without the weight of the time before the first value
+  const smoothed = (values) => {
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      if (!smoothing || !isNumber(value)) return value;
+      sum = smoothing * sum + (1 - smoothing) * value;
+      weight = smoothing * weight + (1 - smoothing);
+      return sum / weight;
+    });
+  };
 
   // what draws the charts is large: the rest is shown before it is run
   const loadCharts = () => {

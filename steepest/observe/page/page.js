@@ -2,8 +2,9 @@
   const FORMAT = 1, EVERY = 500, MOST_MARKS = 200, WORST = 8;
   const DEATHS = new Set(["replaced", "left", "recovered"]);
   const SLOW = 0.7; // a score below which a worker is called slow
-  const FED = 0.8; // of a processor while it computes: with less the machine is busy, and the worker not to blame
-  let data = null, byTime = false, byLog = false, smoothing = 0, failing = 0;
+  const FED = 0.8; // of the processor time that it wants: with less the machine is busy, and the worker not to blame
+  const WAITED = 0.1; // of steps that it ended last: with less the others do not wait for a slow worker
+  let data = null, byTime = false, failing = 0;
 
   const place = (row) => byTime ? new Date(row.time * 1000) : row.step;
   // vertical lines, on an axis of their own from 0 to 1; as curves, which take much less time than shapes
@@ -52,6 +53,8 @@
       if (!groups.has(group)) groups.set(group, []);
       groups.get(group).push(name);
     }
+    // what evaluations alone have
+    for (const row of data.evaluations) for (const name of Object.keys(row.metrics || {})) if (!groups.has(name)) groups.set(name, []);
     const rank = (group) => {
       const at = FIRST.indexOf(group);
       return group === "loss" ? -1 : at < 0 ? 0 : at; // metrics come after the loss
@@ -73,23 +76,12 @@
     byId("width").textContent = width > 1 ? `each point is the mean of ${width} steps, its band reaches from the least to the greatest` : "";
   };
 
-  // an exponential mean of what came so far, without the weight of the time before the first value
-  const smoothed = (values) => {
-    let sum = 0, weight = 0;
-    return values.map((value) => {
-      if (!isNumber(value)) return value;
-      sum = smoothing * sum + (1 - smoothing) * value;
-      weight = smoothing * weight + (1 - smoothing);
-      return sum / weight;
-    });
-  };
-
   const drawCurve = (box, group, names, all) => {
     const xs = byTime ? data.curves.time.map((t) => new Date(t * 1000)) : data.curves.step;
     const traces = [];
     names.forEach((name, at) => {
       const [mean, least, most] = all[name], colour = PALETTE[at % PALETTE.length];
-      const ys = smoothing && !EXACT.has(group) ? smoothed(mean) : mean;
+      const ys = EXACT.has(group) ? mean : smoothed(mean);
       const label = name === "metrics/loss" ? "reported by the script" : name.includes("/") && !name.startsWith("metrics/") ? name.split("/").slice(1).join("/") : group;
       if (most) {
         const band = { x: xs, type: "scatter", mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", showlegend: false };
@@ -101,7 +93,7 @@
     });
     const logs = byLog && group !== "processes";
     const metric = (row) => group === "loss" ? row.loss : (row.metrics || {})[group];
-    const seen = group === "loss" || names[0].startsWith("metrics/") ? data.evaluations.filter((row) => isNumber(metric(row))) : [];
+    const seen = group === "loss" || !names.length || names[0].startsWith("metrics/") ? data.evaluations.filter((row) => isNumber(metric(row))) : [];
     if (seen.length) {
       traces.push({
         x: seen.map(place), y: seen.map(metric), name: "evaluation", type: "scatter", mode: "lines+markers",
@@ -115,11 +107,10 @@
   // -- workers -------------------------------------------------------------------------------
 
   const middle = (xs) => { const sorted = xs.filter(isNumber).sort((a, b) => a - b); return sorted.length ? sorted[sorted.length >> 1] : null; };
-  // the part of a processor that a worker had while it computed; less than 1 where other programs take it
+  // the part of the processor time that a worker wanted, which it had; less than 1 where other programs take it
   const had = (each) => {
     const process = data.processes.find((one) => one.name === `worker ${each.worker}`);
-    const whole = each.compute + each.data + each.wait;
-    return data.training && process && isNumber(process.processor) && each.compute > 0 ? Math.min(process.processor * whole / each.compute, 1) : null;
+    return data.training && process && isNumber(process.fed) ? process.fed : null;
   };
   const starves = (each) => { const part = had(each); return isNumber(part) && part < FED; };
   const score = (x, slow) => isNumber(x) ? [x.toFixed(2), slow ? "bad" : ""] : "–";
@@ -130,16 +121,17 @@
       scores.length === 1 ? "One worker: it waits for nobody." :
       !first.last ? "" : `Of the last ${lanes.length === 1 ? "step" : `${lanes.length} steps`} worker ${first.worker} ended ${Math.round(100 * first.last)} % last, ` +
         `${seconds(first.cost)} after the others' median: ${first.last < 0.5 || first.others >= SLOW ? "nobody is waited for in particular." :
-        starves(first) ? `the others wait for it. It has ${Math.round(100 * had(first))} % of a processor while it computes: its machine is busy.` : "the others wait for it."}`;
+        starves(first) ? `the others wait for it. It has ${Math.round(100 * had(first))} % of the processor time that it wants: its machine is busy.` : "the others wait for it."}`;
     const all = middle(scores.map((each) => each.itself)); // where all are slower than usual, the machine is
     const feeds = scores.some((each) => isNumber(had(each)));
-    const head = ["worker", "computing", "data", "waiting", ...(feeds ? ["had of a processor"] : []), "against the others", "against itself", "last to end", "later than the others"];
+    const head = ["worker", "computing", "data", "waiting", ...(feeds ? ["had of the processor time it wanted"] : []), "against the others", "against itself", "last to end", "later than the others"];
+    const slow = (each, score) => score < SLOW && !starves(each) && (scores.length < 2 || each.last >= WAITED);
     const worst = (each) => Math.min(each.others ?? 1, each.itself ?? 1) - each.last;
     const rows = [...scores].sort((a, b) => worst(a) - worst(b) || a.worker - b.worker).map((each) => [
       `worker ${each.worker}`, seconds(each.compute), seconds(each.data), seconds(each.wait),
       ...(feeds ? [isNumber(had(each)) ? `${Math.round(100 * had(each))} %` : "–"] : []),
-      score(each.others, each.others < SLOW && !starves(each)),
-      score(each.itself, each.itself < SLOW && !starves(each) && (scores.length < 2 || each.itself < SLOW * all)),
+      score(each.others, slow(each, each.others)),
+      score(each.itself, slow(each, each.itself) && (scores.length < 2 || each.itself < SLOW * all)),
       `${Math.round(100 * each.last)} %`, each.last ? seconds(each.cost) : "–",
     ]);
     const kept = byId("rest"), shown = rows.length ? [table(head, rows.slice(0, WORST))] : [];
@@ -240,7 +232,7 @@
   };
   const drawProcesses = () => {
     const ended = (data.ended || []).map((each) => ({ ...each, name: `${each.name}, ended`, log: each.name }));
-    const rows = [...data.processes, ...ended].map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–",
+    const rows = [...data.processes, ...ended].map((each) => [each.name, each.host, each.node.length > 16 ? each.node.slice(0, 8) : each.node, String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–",
       isNumber(each.processor) ? `${Math.round(100 * each.processor)} %` : "–", isNumber(each.sent) ? `${bytes(each.sent)}/s` : "–",
       ...(data.live ? [logButton(each.log || each.name)] : [])]);
     const head = ["process", "host", "node", "pid", "memory", "processor", "sends", ...(data.live ? ["output"] : [])];
@@ -253,7 +245,7 @@
   // seconds that the steps to come of the present call take, by the pace of the last ones
   const timeLeft = () => {
     const { step, steps, sums } = data.curves, count = data.goal - data.about.step;
-    if (!data.live || !data.training || !(count > 0 && count < 1e9) || !sums.seconds) return null;
+    if (failing || !data.live || !data.training || !(count > 0 && count < 1e9) || !sums.seconds) return null;
     let many = 0, passed = 0;
     for (let at = step.length - 1; at >= 0 && (passed < 10 || many < 10); at -= 1) { many += steps[at]; passed += sums.seconds[at] || 0; }
     return many ? duration(count * passed / many) : null;
@@ -343,15 +335,7 @@
       if (data) drawCurves();
     });
   }
-  byId("log").addEventListener("click", () => {
-    byLog = !byLog;
-    byId("log").setAttribute("aria-pressed", String(byLog));
-    if (data) drawCurves();
-  });
-  byId("smooth").addEventListener("input", () => {
-    smoothing = Number(byId("smooth").value);
-    if (data) drawCurves();
-  });
+  onCurvesChosen(() => { if (data) drawCurves(); });
   dark.addEventListener("change", () => { if (data) draw(); });
   requestAnimationFrame(() => setTimeout(loadCharts));
   const kept = byId("data");

@@ -164,7 +164,8 @@ class CheckpointManager:
             return self.end_of(last) if steps is None else begin + steps
 
         def goal() -> int:
-            return self.owner.call(end, Moment.WHOLE)
+            self._training.goal = self.owner.call(end, Moment.WHOLE)
+            return self._training.goal
 
         self._ahead = max(self.reached - goal(), 0)
         return goal

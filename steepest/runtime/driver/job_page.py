@@ -99,7 +99,7 @@ class LiveRun:
         self._read = -math.inf
         # by process: memory, and what it has used since the look before, of a processor and of the network in a second
         self._used: dict[str, dict[str, float]] = {}
-        self._counted: dict[str, tuple[float, float, float]] = {}  # see `_ask`
+        self._counted: dict[str, tuple[float, float, float, float]] = {}  # see `_ask`
         self._servers = ServerTimes()
         self._looked = -math.inf
         self._looking = False
@@ -181,20 +181,21 @@ class LiveRun:
         try:
             counters = ask_all(dict(self._cluster.actors), "counters")
             counted = {
-                str(peer): (each["now"], each["processor"], each["bytes_sent"])
+                str(peer): (each["now"], each["processor"], each["bytes_sent"], each["waited"])
                 for peer, each in counters.items()
             }
             used: dict[str, dict[str, float]] = {}
             for peer, each in counters.items():
                 used[str(peer)] = {"memory": each["resident"]}
-                now, processor, sent = counted[str(peer)]
-                before, earlier, less = self._counted.get(str(peer), (now, processor, sent))
-                if now > before and processor >= earlier:  # else it is another process
-                    passed = now - before
-                    used[str(peer)] |= {
-                        "processor": (processor - earlier) / passed,
-                        "sent": (sent - less) / passed,
-                    }
+                after = counted[str(peer)]
+                passed, had, sent, waited = (
+                    now - before
+                    for now, before in zip(after, self._counted.get(str(peer), after), strict=True)
+                )
+                if passed > 0 and had >= 0:  # else it is another process
+                    wanted = had + max(waited, 0.0)  # threads that have ended are counted no more
+                    used[str(peer)] |= {"processor": had / passed, "sent": sent / passed}
+                    used[str(peer)] |= {"fed": had / wanted} if wanted > 0 else {}
             self._used, self._counted = used, counted
             self._servers.add(
                 {

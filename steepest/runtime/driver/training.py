@@ -167,11 +167,13 @@ class Training:
 
     def _goal(self, run: StepRun) -> int:
         """Return the number of steps to commit; after `stop` no more than were begun, or ever committed."""
-        self.goal = run.end()
+        end = run.end()
+        if not self._stoppable:  # else `fit` has set its own, of which this is a part
+            self.goal = end
         if not self.stopping or run.thread is None:
-            return self.goal
+            return end
         begun = math.ceil(self.version / self.cluster.job.versions_per_step)
-        return min(self.goal, max(self._newest, begun))
+        return min(end, max(self._newest, begun))
 
     # -- for the caller ----------------------------------------------------------------------------
 

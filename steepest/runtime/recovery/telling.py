@@ -109,7 +109,8 @@ def _decision(change: Change) -> str:
             [f"others in the places of {listed(sorted(made.replaced))}"] if made.replaced else []
         )
         parts += [f"go on without {listed(sorted(made.missing))}"] if made.missing else []
-        parts += [f"{len(applied.joined)} workers join"] if applied.joined else []
+        joined = len(applied.joined)
+        parts += [f"{joined} workers join" if joined > 1 else "1 worker joins"] if joined else []
         state = "the driver's copy" if made.source == "snapshot" else "the processes' own state"
         parts_of_tries.append(f"{', '.join(parts) or 'roles are given anew'}, with {state}")
     return "; then, because of another death, ".join(parts_of_tries)
