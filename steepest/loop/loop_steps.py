@@ -191,7 +191,7 @@ class LoopSteps:
         return found
 
     def end_trial(self) -> None:
-        """Note that no optimizer tries values any more, see `steepest.loop.closures.Trying`."""
+        """Note that no optimizer tries values any more, see `steepest.loop.closures.step_by_closure`."""
         self.trying = None
         self._loop.prepared.model.put_back()
 

@@ -21,6 +21,18 @@ import steepest.tables
 from tests.page_examples import ROOT, blocks_of, run_block
 
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))
+#: Pages that name files of the package, some by their last parts.
+PAGES_OF_THE_CODE = (
+    "ARCHITECTURE.md",
+    "docs/decisions.md",
+    "docs/explanation/ways.md",
+    "docs/explanation/internals.md",
+)
+SOURCES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("steepest", "tests", "benchmarks", "release")
+    for path in (ROOT / folder).rglob("*.py")
+]
 PLAIN = [
     f"docs/howto/{name}.md"
     for name in (
@@ -196,6 +208,11 @@ def test_what_a_page_refers_to_is_there(page: str) -> None:
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"`(?:python -m )?((?:steepest|benchmarks)(?:\.[a-z_]+)+)[`( ]", text)
     missing += [name for name in modules if not is_there(name)]
+    if page in PAGES_OF_THE_CODE:
+        modules = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)
+        missing += [
+            name for name in modules if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)
+        ]
     assert missing == []
 
 

@@ -18,7 +18,7 @@ class MadeChunk(NamedTuple):
 
     payload: torch.Tensor  # flat uint8; it is not written to before the next version is made
     skipped: bool  # whether the update was left out, because of NaN or infinity
-    made: torch.Event | None = None  # on its GPU, behind what writes it, see `order`
+    made: torch.Event | None = None  # on its GPU, behind what writes it, see `continue_after`
 
 
 class NewWeights:

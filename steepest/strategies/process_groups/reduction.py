@@ -41,7 +41,7 @@ class HandedChunk(NamedTuple):
     unit: float
     total: float
     absent: frozenset[int]
-    made: torch.Event | None = None  # on its GPU, behind what writes it, see `order`
+    made: torch.Event | None = None  # on its GPU, behind what writes it, see `continue_after`
 
 
 @dataclass(eq=False)

@@ -95,7 +95,7 @@ class Dealing:
         return {table.name: table.hash for table in tables if table.hash is not None}
 
     def name(self, chunk: int) -> str:
-        """Return the name of the shard that is a chunk, see `ParameterLayout.shard_name`."""
+        """Return the name of the shard that is a chunk, as messages and errors have it."""
         return f"tables/{chunk - self.first}"
 
     def make(self, chunk: int, seed: int | None = None) -> TableShard:
