@@ -80,12 +80,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print the predictions; return the exit status."""
+    workers = numbers_of("--workers", options.workers or _workers(options))
     if options.tables:
-        return plan_tables.run(options)
+        return plan_tables.run(options, workers)
     if options.json is not None:
         raise ConfigurationError("--json is for --tables; --csv writes step times")
     options.batches = _BATCHES if options.batches is None else options.batches
-    workers = numbers_of("--workers", options.workers or _workers(options))
     bandwidth_of(options.bandwidth)
     seconds_of(options.latency)
     names = None if options.strategies is None else strategy_names(options.strategies)

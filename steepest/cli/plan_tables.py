@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the predictions for embedding tables; return the exit status."""
+def run(options: argparse.Namespace, workers: Sequence[int]) -> int:
+    """Print the predictions for embedding tables, and of steps with numbers of workers; return the exit status."""
     path = None if options.json in (None, "-") else Path(options.json)
     if path is not None and not path.parent.is_dir():
         raise ConfigurationError(
@@ -94,6 +95,11 @@ def run(options: argparse.Namespace) -> int:
             batches=_BATCHES if options.batches is None else options.batches,
             seed=options.seed,
             checkpoint=options.checkpoint,
+            workers=workers,
+            servers=options.servers,
+            bandwidth=options.bandwidth,
+            latency=options.latency,
+            one_host=options.one_host,
         )
     if options.json == "-":
         sys.stdout.write(plan.as_json())
@@ -101,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.write(as_text(plan.table()) + "\n" + as_text(plan.hit_table()) + "\n")
     if len(removed := plan.eviction_table()) > 1:
         sys.stdout.write(as_text(removed) + "\n")
+    if plan.steps:
+        sys.stdout.write(as_text(plan.step_table()) + "\n")
     sys.stdout.write("".join(f"{line}\n" for line in plan.advice()))
     if path is not None:
         write_whole(path, plan.as_json().encode())

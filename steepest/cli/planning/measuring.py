@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -155,13 +155,63 @@ def sample_ids(
     return samples, len(passes) * model.batch_size, model.data.size
 
 
+_SEVERAL_THREADS = (
+    1.2  # times its thread's processor time that a pass takes, from which on others compute for it
+)
+
+
+class RowCosts(NamedTuple):
+    """Seconds for one worker's batch of a model with embedding tables, and what it sends.
+
+    Attributes:
+        worker: for loading and the pass, of a worker.
+        server: for the rows that are asked for, the gradients and the update, of a server that has all rows.
+        samples: of the batch.
+        nbytes: of trained parameters that are no rows.
+    """
+
+    worker: float
+    server: float
+    samples: int
+    nbytes: int
+
+
+def measure_rows(model_creator: ModelCreator, *, batches: int, seed: int = 0) -> RowCosts:
+    """Train a model with embedding tables on this process for some batches; return the costs of one.
+
+    Args:
+        model_creator, batches, seed: as of `measure`.
+    """
+    job = _MeasuredJob(model_creator, seed)
+    job.time_server()
+    try:
+        rows = job.take(batches, 60.0)
+    finally:
+        job.end()
+    rows = rows[len(rows) // 4 :]  # the first ones warm up, and make rows
+    server = statistics.median(row.serving for row in rows)
+    worker = statistics.median(row.whole - row.serving + row.elsewhere for row in rows)
+    nbytes = sum(chunk.nbytes for chunk in job.model.layout.chunks)
+    return RowCosts(worker, server, job.model.batch_size, nbytes)
+
+
 class _MeasuredPass:
     """The times of one batch, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = self.loading = self.applying = self.handling = 0.0
+        self.whole = self.serving = (
+            0.0  # of this thread, for the step and for the server's part of it
+        )
         self.processor = self.on_thread = 0.0  # of the pass, on all threads and on its own
         self.ready: dict[int, float] = {}
+
+    @property
+    def elsewhere(self) -> float:
+        """Seconds for which the pass' thread waited for threads that computed for it; what others took is none."""
+        if self.processor < _SEVERAL_THREADS * self.on_thread:
+            return 0.0
+        return self.seconds - self.on_thread
 
 
 def _medians(
@@ -216,7 +266,9 @@ class _MeasuredJob:
         self._server: Server = host_server(router, job, 0, self.replicas.weights.clone())
         host_coordinator(router, job)
         self._client: Client = host_client(router, job, 0)
-        self._applying = 0.0  # processor seconds of updates
+        self._applying = self._serving = (
+            0.0  # processor seconds of updates, and of all that the server does
+        )
         for held in self._server.gradient_stores.values():
             vars(held)["apply"] = self._timed_update(held.apply)
         self._worker: Worker = host_worker(router, job, 0, self.replicas, extensions=EXTENSIONS)
@@ -253,6 +305,17 @@ class _MeasuredJob:
             self._applying += time.thread_time() - began
 
         return timed
+
+    def time_server(self) -> None:
+        """Time all that the server does from now on."""
+        handle = self._server.handle
+
+        def timed(source: Peer, message: Message) -> None:
+            began = time.thread_time()
+            handle(source, message)
+            self._serving += time.thread_time() - began
+
+        vars(self._server)["handle"] = timed
 
     def _count(self, counting: list[CountingRows]) -> None:
         """Count the ids of the model's batches from now on."""
@@ -305,7 +368,7 @@ class _MeasuredJob:
 
     def _take_one(self, before: int) -> bool:
         """Take a step; return whether it had samples."""
-        taking, self._applying = self._server.spent[2], 0.0
+        taking, self._applying, self._serving = self._server.spent[2], 0.0, 0.0
         began = time.thread_time()
         self._client.ask(1, True)
         self._turn_until(lambda: not self._client.outcomes.empty())
@@ -320,7 +383,7 @@ class _MeasuredJob:
             return False
         row, spent = self._rows[-1], self._server.spent
         row.loading = (outcome.timings or {}).get("data", 0.0)
-        row.applying = self._applying
+        row.applying, row.serving, row.whole = self._applying, self._serving, took
         known = row.on_thread + row.loading + row.applying + spent[2] - taking
         row.handling = max(took - known, 0.0)
         return True

@@ -110,7 +110,7 @@ def make_job(
     if described.layout.opaque_chunks:
         raise ConfigurationError(
             "a plan of a model with embedding tables: which rows a batch needs depends on the data, and no plan knows "
-            "it; `steepest plan --tables` says what rows need"
+            "it; `steepest plan --tables` says what rows need, and how long a step takes"
         )
     return Job(described, strategy, workers, devices, count, 0, _NEVER, hosts=hosts)
 

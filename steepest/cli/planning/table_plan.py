@@ -8,14 +8,21 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from steepest.cli.planning.distinct import DistinctIds, distinct_ids, hit_share
+from steepest.cli.planning.events import Links
 from steepest.cli.planning.evictions import CAUSES, evictions_at
+from steepest.cli.planning.forecast import in_words
 from steepest.cli.planning.id_samples import IdSample, sample_of
-from steepest.cli.planning.measuring import sample_ids
+from steepest.cli.planning.measuring import RowCosts, measure_rows, sample_ids
 from steepest.cli.planning.plan import creator_of
-from steepest.cli.planning.quantities import bytes_of, size_in_words
+from steepest.cli.planning.quantities import (
+    bandwidth_of,
+    bytes_of,
+    seconds_of,
+    size_in_words,
+)
 from steepest.errors import ConfigurationError
 from steepest.tables.rows.row_bytes import RowBytes
 from steepest.tables.rows.table import Table, merged
@@ -88,6 +95,15 @@ class TableForecast:
         return self.rows.likely * self.bytes.known_on_disk + places * self.bytes.place
 
 
+class TableStep(NamedTuple):
+    """The prediction of a synchronous step: seconds with some workers and servers, and samples a second of all."""
+
+    workers: int
+    servers: int
+    seconds: float
+    samples_per_second: float
+
+
 @dataclass(frozen=True)
 class TablePlan:
     """The predictions for a model's tables.
@@ -96,11 +112,13 @@ class TablePlan:
         tables: one for each.
         memory: bytes of each server, for rows.
         times: the size of the whole data over that of the sample.
+        steps: for each number of workers; none for ids that were given.
     """
 
     tables: tuple[TableForecast, ...]
     memory: float
     times: float
+    steps: tuple[TableStep, ...] = ()
 
     @property
     def servers(self) -> int:
@@ -130,6 +148,19 @@ class TablePlan:
             "a batch",
         ]
         return [head, *(_row(each) for each in self.tables)]
+
+    def step_table(self) -> list[list[str]]:
+        """Return the predictions of steps, likewise."""
+        rows = [
+            [
+                f"{each.workers}",
+                f"{each.servers}",
+                in_words(each.seconds),
+                f"{each.samples_per_second:,.0f}",
+            ]
+            for each in self.steps
+        ]
+        return [["workers", "servers", "a step", "samples/s"], *rows]
 
     def hit_table(self) -> list[list[str]]:
         """Return the share of look-ups found in memory by the share of rows there, likewise."""
@@ -221,12 +252,13 @@ class TablePlan:
             "server_memory_bytes": self.memory,
             "servers": self.servers,
             "servers_with_disk": self.servers_with_disk,
+            "steps": [each._asdict() for each in self.steps],
             "tables": tables,
         }
         return json.dumps(whole, indent=2) + "\n"
 
 
-def plan_tables(
+def plan_tables(  # noqa: PLR0913 - keywords of a user, most of them optional
     source: Callable[..., Any] | Mapping[Table, Any],
     *,
     samples: float | None = None,
@@ -234,8 +266,13 @@ def plan_tables(
     batches: int = 200,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
+    workers: Sequence[int] = (1, 2, 4, 8),
+    servers: int | None = None,
+    bandwidth: str | float = "10Gbit",
+    latency: str | float = "50us",
+    one_host: bool = False,
 ) -> TablePlan:
-    """Predict the rows of embedding tables in an epoch of the whole data, what they need, and what tables remove.
+    """Predict the rows of embedding tables in an epoch of the whole data, what they need and remove, and a step's time.
 
     See `docs/howto/plan.md` for what is estimated, and by whose formulas. Nothing is started.
 
@@ -249,6 +286,7 @@ def plan_tables(
         batches: of the model, to be counted.
         seed: of the model's data.
         checkpoint: of which to tell what tables remove, in place of the sample; its rows are read.
+        workers, servers, bandwidth, latency, one_host: as of `steepest.plan`, for the time of a step under "ps".
 
     Raises:
         ConfigurationError: an argument is wrong, the model has no tables, or they cannot have the checkpoint's rows.
@@ -268,9 +306,46 @@ def plan_tables(
         merged(source)
         parts = [sample_of(table, ids) for table, ids in source.items()]
         return of_samples(parts, None, samples, bytes_for_rows, checkpoint)
-    parts, seen, whole = sample_ids(creator_of(source, seed), batches=batches, seed=seed)
+    links = Links(bandwidth_of(bandwidth), seconds_of(latency))
+    creator = creator_of(source, seed)
+    parts, seen, whole = sample_ids(creator, batches=batches, seed=seed)
     wanted = whole if samples is None else samples
-    return of_samples(parts, seen, wanted, bytes_for_rows, checkpoint)
+    plan = of_samples(parts, seen, wanted, bytes_for_rows, checkpoint)
+    costs = measure_rows(creator, batches=batches, seed=seed)
+    rows = sum(sum(each.batch_bytes or (0, 0)) for each in plan.tables)
+    cores = len(os.sched_getaffinity(0)) if one_host else None
+    steps = (
+        step_of(costs, rows, count, servers or (1 if one_host else count), links, cores)
+        for count in sorted(set(workers))
+    )
+    return replace(plan, steps=tuple(steps))
+
+
+def step_of(
+    costs: RowCosts, rows: int, workers: int, servers: int, links: Links, cores: int | None
+) -> TableStep:
+    """Return the prediction of a step.
+
+    All workers load and compute at the same time, then servers take what all have sent. On one host no step takes
+    less than all of its processor time on all cores; between hosts a part of all bytes goes over links.
+
+    Args:
+        costs: of one worker's batch.
+        rows: bytes of rows and of their gradients, of one worker's batch.
+        workers, servers: of the job.
+        links: between hosts.
+        cores: of the one host that all processes share; None for a host for each worker, with servers beside them.
+    """
+    served = workers * costs.server / servers
+    if cores is not None:
+        busy = workers * (costs.worker + costs.server) / cores
+        seconds = max(costs.worker * max(workers / cores, 1.0) + served, busy)
+    else:
+        seconds = costs.worker + served
+        if workers > 1:
+            sent = (rows + 2 * costs.nbytes) * (1 - 1 / workers) * max(workers / servers, 1.0)
+            seconds += sent / links.bandwidth + 4 * links.latency  # ask, rows, gradients, weights
+    return TableStep(workers, servers, seconds, workers * costs.samples / seconds)
 
 
 def of_samples(
