@@ -31,8 +31,8 @@ _WORDS = {
 }
 _LOAD = "batches are awaited: a DataLoader with more worker processes loads them beforehand"
 _IDLE = (
-    "workers wait between two steps without need of weights: fit(steps=...) instead of step() one by one, and "
-    "fewer evaluations or checkpoints"
+    "workers wait between two steps without need of weights: fewer evaluations or checkpoints, and, with the trainer, "
+    "fit(steps=...) instead of step() one by one"
 )
 
 
