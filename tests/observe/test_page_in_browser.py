@@ -196,9 +196,9 @@ def test_runs_are_laid_over_one_another(page: Browser, tmp_path: Path) -> None:
 
 
 def scored(
-    page: Browser, tmp_path: Path, compute: list[float], fed: list[float] | None
+    page: Browser, tmp_path: Path, compute: list[float], waited: list[float] | None
 ) -> list[str]:
-    """The scores that are red, of workers that take so long now, and had so much of the processor time they wanted."""
+    """The scores that are red, of workers that take so long now, and wait for a processor so much of the time."""
     view, record, file = RunView("scores"), JobRecord(), tmp_path / "page.html"
     for step in range(1, 401):
         usual = [0.1] * len(compute)
@@ -209,10 +209,10 @@ def scored(
     view.add(row_of(1))
     view.add_all(record.unwritten()[0])
     live = {"live": True, "training": True, "processes": [
-        {"name": f"worker {w}", "node": "a", "host": "b", "pid": w, "fed": part}
-        for w, part in enumerate(fed or [])
+        {"name": f"worker {w}", "node": "a", "host": "b", "pid": w, "waited": part}
+        for w, part in enumerate(waited or [])
     ]}  # fmt: skip
-    file.write_text(document(view.as_json(now=live if fed else None), chart_script()))
+    file.write_text(document(view.as_json(now=live if waited else None), chart_script()))
     page.size(1440)
     page.go(file.as_uri())
     page.wait_for("document.querySelectorAll('#scores tr').length > 1")
@@ -228,9 +228,9 @@ def test_a_worker_is_red_if_it_is_slow_and_not_if_its_machine_is_busy(
     """It takes three times as long by itself; without a processor; as all others do; where nobody waits for it."""
     slow = [0.1, 0.3, 0.1, 0.1]
     assert scored(page, tmp_path, slow, None) == ["0.33", "0.33"]
-    assert scored(page, tmp_path, slow, [0.9, 1.0, 0.9, 0.9]) == ["0.33", "0.33"]
-    assert scored(page, tmp_path, slow, [0.9, 0.4, 0.9, 0.9]) == []
-    assert "40 % of the processor time that it wants: its machine is busy" in page.value(TEXT)
+    assert scored(page, tmp_path, slow, [0.3, 0.3, 0.3, 0.3]) == ["0.33", "0.33"]
+    assert scored(page, tmp_path, slow, [0.0, 0.6, 0.0, 0.0]) == []
+    assert "Of 300 ms it waits 180 ms for a processor: its machine is busy" in page.value(TEXT)
     assert scored(page, tmp_path, [0.3] * 4, None) == []
     assert scored(page, tmp_path, [0.01, 0.3, 0.05, 0.01], None) == [
         "0.03",

@@ -2,7 +2,6 @@
   const FORMAT = 1, EVERY = 500, MOST_MARKS = 200, WORST = 8;
   const DEATHS = new Set(["replaced", "left", "recovered"]);
   const SLOW = 0.7; // a score below which a worker is called slow
-  const FED = 0.8; // of the processor time that it wants: with less the machine is busy, and the worker not to blame
   const WAITED = 0.1; // of steps that it ended last: with less the others do not wait for a slow worker
   let data = null, byTime = false, failing = 0;
 
@@ -107,12 +106,13 @@
   // -- workers -------------------------------------------------------------------------------
 
   const middle = (xs) => { const sorted = xs.filter(isNumber).sort((a, b) => a - b); return sorted.length ? sorted[sorted.length >> 1] : null; };
-  // the part of the processor time that a worker wanted, which it had; less than 1 where other programs take it
-  const had = (each) => {
+  // seconds of a step for which a worker waited for a processor, at most: other programs took it
+  const starved = (each) => {
     const process = data.processes.find((one) => one.name === `worker ${each.worker}`);
-    return data.training && process && isNumber(process.fed) ? process.fed : null;
+    return data.training && process && isNumber(process.waited) ? Math.min(process.waited * (each.compute + each.data + each.wait), each.compute) : null;
   };
-  const starves = (each) => { const part = had(each); return isNumber(part) && part < FED; };
+  // whether a score is low although these seconds do not count
+  const isSlow = (each, score) => score < SLOW && score * each.compute < SLOW * (each.compute - (starved(each) ?? 0));
   const score = (x, slow) => isNumber(x) ? [x.toFixed(2), slow ? "bad" : ""] : "–";
   const drawWorkers = () => {
     const { workers, scores, lanes, spans } = data.workers;
@@ -121,15 +121,16 @@
       scores.length === 1 ? "One worker: it waits for nobody." :
       !first.last ? "" : `Of the last ${lanes.length === 1 ? "step" : `${lanes.length} steps`} worker ${first.worker} ended ${Math.round(100 * first.last)} % last, ` +
         `${seconds(first.cost)} after the others' median: ${first.last < 0.5 || first.others >= SLOW ? "nobody is waited for in particular." :
-        starves(first) ? `the others wait for it. It has ${Math.round(100 * had(first))} % of the processor time that it wants: its machine is busy.` : "the others wait for it."}`;
+        isSlow(first, first.others) ? "the others wait for it." :
+        `the others wait for it. Of ${seconds(first.compute)} it waits ${seconds(starved(first))} for a processor: its machine is busy.`}`;
     const all = middle(scores.map((each) => each.itself)); // where all are slower than usual, the machine is
-    const feeds = scores.some((each) => isNumber(had(each)));
-    const head = ["worker", "computing", "data", "waiting", ...(feeds ? ["had of the processor time it wanted"] : []), "against the others", "against itself", "last to end", "later than the others"];
-    const slow = (each, score) => score < SLOW && !starves(each) && (scores.length < 2 || each.last >= WAITED);
+    const starve = scores.some((each) => isNumber(starved(each)));
+    const head = ["worker", "computing", "data", "waiting", ...(starve ? ["without a processor"] : []), "against the others", "against itself", "last to end", "later than the others"];
+    const slow = (each, score) => isSlow(each, score) && (scores.length < 2 || each.last >= WAITED);
     const worst = (each) => Math.min(each.others ?? 1, each.itself ?? 1) - each.last;
     const rows = [...scores].sort((a, b) => worst(a) - worst(b) || a.worker - b.worker).map((each) => [
       `worker ${each.worker}`, seconds(each.compute), seconds(each.data), seconds(each.wait),
-      ...(feeds ? [isNumber(had(each)) ? `${Math.round(100 * had(each))} %` : "–"] : []),
+      ...(starve ? [seconds(starved(each))] : []),
       score(each.others, slow(each, each.others)),
       score(each.itself, slow(each, each.itself) && (scores.length < 2 || each.itself < SLOW * all)),
       `${Math.round(100 * each.last)} %`, each.last ? seconds(each.cost) : "–",

@@ -193,9 +193,12 @@ class LiveRun:
                     for now, before in zip(after, self._counted.get(str(peer), after), strict=True)
                 )
                 if passed > 0 and had >= 0:  # else it is another process
-                    wanted = had + max(waited, 0.0)  # threads that have ended are counted no more
-                    used[str(peer)] |= {"processor": had / passed, "sent": sent / passed}
-                    used[str(peer)] |= {"fed": had / wanted} if wanted > 0 else {}
+                    used[str(peer)] |= {
+                        "processor": had / passed,
+                        "sent": sent / passed,
+                        "waited": max(waited, 0.0)
+                        / passed,  # threads that have ended count no more
+                    }
             self._used, self._counted = used, counted
             self._servers.add(
                 {
