@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
+import steepest.loop.session
+import steepest.testing
 from steepest.loop.kept_values import finder, restored
 from steepest.testing.verification import explaining
 from steepest.testing.verification.comparing import (
@@ -29,7 +31,7 @@ from steepest.testing.verification.comparing import (
     whole_and_parts,
 )
 from steepest.testing.verification.drawing import Draws, put_aside
-from steepest.testing.verification.frames import frames_of_user, scopes_of
+from steepest.testing.verification.frames import frames_of_user, is_users, scopes_of
 from steepest.testing.verification.probe import WatchedFunction
 from steepest.testing.verification.records import EntryFile, Run, read_entries, read_lives
 from steepest.testing.verification.summaries import Variable, Variables, gathered_value
@@ -333,6 +335,12 @@ def test_draws_and_gathered_values_are_compared(tmp_path: Path) -> None:
     found = whole_and_parts(base, other).first
     assert found is not None
     assert (found.here, found.there) == ("1 calls", "2 calls")
+
+
+def test_a_users_program_is_neither_the_librarys_nor_pythons() -> None:
+    for module in (steepest.loop.session, steepest.testing, torch, random):
+        assert not is_users(str(module.__file__)), module
+    assert is_users(__file__)
 
 
 COUNTERS = """

@@ -19,7 +19,7 @@ _LIBRARIES = tuple(
                 sysconfig.get_paths()[kind]
                 for kind in ("stdlib", "platstdlib", "purelib", "platlib")
             ),
-            os.path.dirname(os.path.dirname(__file__)),
+            os.path.dirname(str(sys.modules["steepest"].__file__)),
         )
     }
 )
