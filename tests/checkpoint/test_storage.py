@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import random
 import secrets
 import tempfile
 import threading
@@ -20,6 +23,7 @@ from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.prefix_lease import LEASES, LeaseTimes, PrefixLease
 from steepest.data.storage import object_storage
+from steepest.data.storage.blocks import write_blocks
 from steepest.data.storage.files import storage_of
 from steepest.data.storage.object_storage import ObjectStorage, Patience
 from steepest.data.storage.places import ObjectUrl, StorageError, StoragePlace, place_of
@@ -37,6 +41,28 @@ class TestDirectories(StorageContract):
     @pytest.fixture
     def place(self, tmp_path: Path) -> StoragePlace:
         return tmp_path / "run"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [0, 5, 4096, 4 << 20, (9 << 20) + 7])
+def test_a_file_has_the_bytes_of_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, direct: bool
+) -> None:
+    opened, original = list[int](), os.open
+
+    def open_file(path: Path, flags: int, *mode: int) -> int:
+        opened.append(flags & os.O_DIRECT)
+        if opened[-1] and not direct:
+            raise OSError(errno.EINVAL, "no file of this system is written past its cache")
+        return original(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_file)
+    data, file = memoryview(random.Random(0).randbytes(size)), tmp_path / "file"
+    file.write_bytes(b"longer than some")
+    step = 3_000_001  # no buffer ends where a block does
+    write_blocks(file, lambda: (data[at : at + step] for at in range(0, size, step)))
+    assert file.read_bytes() == data
+    assert opened == [os.O_DIRECT] if direct else [os.O_DIRECT, 0]
 
 
 class TestFileUrls(StorageContract):

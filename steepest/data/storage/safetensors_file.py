@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ File = TypeVar("File")
 
 def write_tensors(
     path: File,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     progress: Progress = no_progress,
     write: Callable[[File, Blocks], None] = write_blocks,  # type: ignore[assignment]
     metadata: Mapping[str, str] | None = None,
@@ -44,7 +44,7 @@ def write_tensors(
 
     Args:
         path: the file; overwritten if it exists.
-        tensors: by name, on the CPU.
+        tensors: by name, on the CPU; several are pieces of one, along its first dimension.
         progress: called with `path` before the first and after each block.
         write: writes blocks of at most 4 MB to `path`; it may begin anew.
         metadata: of the file; None for none.
@@ -56,23 +56,31 @@ def write_tensors(
         OSError: the file cannot be written.
     """
     progress(path)
-    stored, dtypes = _to_stored(tensors)
-    order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))  # aligned
+    stored = dict[str, list[torch.Tensor]]()
+    dtypes = dict[str, str]()
+    for name, value in tensors.items():
+        pieces = [value] if isinstance(value, torch.Tensor) else value
+        if (dtype := pieces[0].dtype) not in _NAMES:
+            dtypes[name] = str(dtype).removeprefix("torch.")
+        stored[name] = [_to_stored(piece) for piece in pieces]
+    order = sorted(stored, key=lambda name: (-stored[name][0].dtype.itemsize, name))  # aligned
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name in order:
-        value = stored[name]
-        end = at + value.numel() * value.dtype.itemsize
+        first, *rest = stored[name]
+        end = at + sum(piece.nbytes for piece in stored[name])
+        shape = [len(first) + sum(map(len, rest)), *first.shape[1:]] if rest else list(first.shape)
         header[name] = {
-            "dtype": _NAMES[value.dtype],
-            "shape": list(value.shape),
+            "dtype": _NAMES[first.dtype],
+            "shape": shape,
             "data_offsets": [at, end],
         }
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prologue = memoryview(len(text).to_bytes(8, "little") + text)
-    parts = (prologue, *(as_bytes(stored[name]).numpy().data for name in order))
+    in_order = (piece for name in order for piece in stored[name])
+    parts = (prologue, *(as_bytes(piece).numpy().data for piece in in_order))
     digest = hashlib.sha256()
 
     def blocks() -> Iterator[memoryview]:
@@ -135,20 +143,13 @@ def read_some(
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _to_stored(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    stored: dict[str, torch.Tensor] = {}
-    dtypes: dict[str, str] = {}
-    for name, value in tensors.items():
-        stored[name] = value
-        if value.dtype not in _NAMES:
-            dtypes[name] = str(value.dtype).removeprefix("torch.")
-            unit = value.dtype.to_real() if value.is_complex() else torch.uint8
-            stored[name] = (
-                as_bytes(value).view(unit).view(*value.shape, value.dtype.itemsize // unit.itemsize)
-            )
-    return stored, dtypes
+def _to_stored(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a dtype that the format has, with the same bytes."""
+    if value.dtype in _NAMES:
+        return value
+    unit = value.dtype.to_real() if value.is_complex() else torch.uint8
+    wide = (*value.shape, value.dtype.itemsize // unit.itemsize)
+    return as_bytes(value).view(unit).view(wide)
 
 
 def _from_stored(

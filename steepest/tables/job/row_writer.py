@@ -19,7 +19,7 @@ from steepest.tables.job.row_messages import MARKS
 
 #: The size from which a part becomes a file; while one is written, the next comes.
 PART_BYTES = 64 << 20
-_Part = tuple[StoragePlace, dict[str, torch.Tensor]]
+_Part = tuple[StoragePlace, dict[str, list[torch.Tensor]]]  # of each array the pieces
 
 
 def is_stamp(text: str) -> bool:
@@ -111,12 +111,8 @@ class RowWriter:
             self._folder
             / f"{ROW_FILES}-{self._stamp}-{self._server}-{len(self._names)}.safetensors"
         )
-        tensors = {
-            name: arrays[0] if len(arrays) == 1 else torch.cat(arrays)
-            for name, arrays in self._part.items()
-        }
         self._names.append(file)
-        self._ready.append((file, tensors))
+        self._ready.append((file, self._part))
         self._part, self._size = {}, 0
 
     def _aside(self, work: Callable[[], None]) -> None:
@@ -134,7 +130,7 @@ class RowWriter:
         (self._call or (lambda note: note()))(lambda: self._wrote(*outcome))
 
     def _written(
-        self, path: StoragePlace, tensors: dict[str, torch.Tensor]
+        self, path: StoragePlace, tensors: dict[str, list[torch.Tensor]]
     ) -> tuple[dict[str, Any], Exception | None]:
         """Write a file; return the manifest's entry for it, and the error if that failed."""
         try:
