@@ -116,12 +116,13 @@ class LoadingRows(ShardRows):
         self._fresh.append(self._enter(keys, piece.values, piece.slots, *known, beside))
 
     def _lead_to_rows(self) -> None:
-        """Enter the ids of the taken rows into the index, at once, so that it is made for their number."""
-        numbers, self._fresh = np.concatenate([np.empty(0, np.int32), *self._fresh]), []
-        tables, ids = self._blocks.tables[numbers].astype(np.int32), self._blocks.ids[numbers]
-        if (twice := self._begin(tables, ids, numbers)) is not None:
-            name = self._names[int(tables[twice])]
-            raise ConfigurationError(f"id {ids[twice]} of table {name!r} has two rows")
+        """Enter the ids of the taken rows into the index."""
+        taken, self._fresh = self._fresh, []
+        for numbers in taken:
+            tables, ids = self._blocks.tables[numbers].astype(np.int32), self._blocks.ids[numbers]
+            if (twice := self._begin(tables, ids, numbers)) is not None:
+                name = self._names[int(tables[twice])]
+                raise ConfigurationError(f"id {ids[twice]} of table {name!r} has two rows")
 
     def _most_used(self, piece: TableState, table: int) -> TableState:
         """Return a piece without the rows for which a table has no room; remove rows that it has no room for then."""
