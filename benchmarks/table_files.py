@@ -9,7 +9,8 @@ plain files of 64 MB written (each synced) and read; `save`; `restore` in a new 
 before they are read. The ratio is that of `save`, or `restore`, over the plain files of the round: median, least,
 greatest. `restore` needs a job without rows: the start of its processes is not in it, nor the second in which each
 loads compiled code for rows, since it restores a checkpoint without rows before. ``servers`` is the processor time
-of the job's other processes meanwhile, in seconds.
+of the job's other processes meanwhile, in seconds, ``memory`` what the first use of as many bytes of memory takes in
+one process: rows take a tenth more, and the host of a virtual machine may have to find memory that it had taken back.
 
 ``driver_bytes`` is the greatest resident memory of the driver's process during the call, ``more`` what that is above
 the memory it had before.
@@ -24,6 +25,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import argparse
 import json
+import mmap
 import subprocess
 import sys
 import tempfile
@@ -129,6 +131,16 @@ def plain(folder: Path, size: int) -> dict[str, float]:
     return {"write": written, "read": time.perf_counter() - began}
 
 
+def first_use(size: int) -> float:
+    """Return the seconds in which so many bytes of memory are used for the first time, in huge pages."""
+    began = time.perf_counter()
+    with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, size, mmap.PAGESIZE):
+            memory[at] = 1
+    return time.perf_counter() - began
+
+
 def run(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
     saved, bare = folder / "checkpoint", folder / "plain"
     bare.mkdir()
@@ -147,6 +159,7 @@ def run(rows: int, rounds: int, folder: Path) -> dict[str, Any]:
                 [*program, "--rows", str(rows)], check=True, stdout=subprocess.PIPE
             ).stdout
             found["restore"].append(json.loads(answer.splitlines()[-1]))
+            found["plain"][-1]["memory"] = first_use(size)
             progress(str({name: each[-1] for name, each in found.items()}))
 
     def ratio(of: str, way: str) -> dict[str, float]:
