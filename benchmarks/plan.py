@@ -13,6 +13,10 @@ workers, as all share this machine's cores; each number is the median over them.
 ``--rounds`` turns. Beside it stands what workers' processes, and those of servers, take of processors in a step,
 measured and predicted: other programs of a machine disturb that less.
 
+The cases "1 host" are jobs of two workers on processes of this machine, as ``steepest plan --one-host`` predicts them:
+of the ConvNet and of the perceptron. One process measures the profile just before and after, and the mean of both
+predictions counts. They need no root.
+
 The published figures are those of `benchmarks.plan_published`.
 """
 
@@ -30,17 +34,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from benchmarks.models import MLP, Workload
+from benchmarks.models import MLP, WORKLOADS, Workload
 from benchmarks.namespaces import Member, Namespace, Orders, Team, UnavailableError, star
 from benchmarks.observing import thread_seconds
 from benchmarks.overhead import positive
 from benchmarks.plan_published import show
 from benchmarks.slow_links import Slowly
 from benchmarks.training_bodies import job_team
+from steepest import DistributedSGD, RunConfig, TorchModel
 from steepest.cli.planning.events import Links
 from steepest.cli.planning.measuring import measure
 from steepest.cli.planning.profile import Costs, Profile
@@ -109,6 +115,21 @@ def cases() -> dict[str, tuple[int, int | None, float, Strategy]]:
         ):
             found[f"2 hosts, {link}, {name}"] = (2, mbit, 0.0, strategy)
     return found
+
+
+def cases_of_one_host() -> dict[str, tuple[str, Strategy]]:
+    """Return workload and strategy of each case of two workers on this machine, by name."""
+    strategies = {
+        "ps": ps(1),
+        "allreduce": AllreduceStrategy(),
+        "async": ps(1, mode="async"),
+        "local 8": LocalStrategy(num_servers=1),
+    }
+    return {
+        f"1 host, {model}, {name}": (model, strategy)
+        for model in ("convnet", "mlp")
+        for name, strategy in strategies.items()
+    }
 
 
 # -- measured -----------------------------------------------------------------------------------
@@ -210,6 +231,43 @@ def compare(
     return Compared(name, middle, predicted.seconds, workers, servers)
 
 
+def on_one_host(name: str, rounds: int) -> Compared:
+    """Measure and predict a case of two workers on this machine."""
+    model, strategy = cases_of_one_host()[name]
+    workload, workers = WORKLOADS[model], 2
+
+    def creator(worker: int, device: int) -> TorchModel:
+        torch.set_num_threads(1)
+        return workload.model()
+
+    def predicted() -> tuple[float, float, float]:
+        profile, cores = measure(creator, batches=24), len(os.sched_getaffinity(0))
+        found = predict(profile, strategy, workers, Links(UNLIMITED, 0.0), 1, cores=cores)
+        return found.seconds, found.of_workers, found.of_servers
+
+    before_it = predicted()
+    config = RunConfig(runtime="processes")
+    found = []
+    with DistributedSGD(creator, workers, strategy=strategy, run_config=config) as sgd:
+        sgd.fit(steps=workload.steps, progress=False)
+        roles = {
+            each.pid: each.role for each in sorted(sgd.processes(), key=lambda each: each.role)
+        }
+        both = [[pid for pid, role in roles.items() if role == of] for of in ("worker", "server")]
+        before = [seconds_of_processors(each) for each in both]
+        for _ in range(rounds):
+            began = perf_counter()
+            sgd.fit(steps=workload.steps, progress=False)
+            found.append((perf_counter() - began) / workload.steps)
+        used = [
+            (seconds_of_processors(each) - began) / (rounds * workload.steps)
+            for each, began in zip(both, before, strict=True)
+        ]
+    middle = statistics.median(found), min(found), max(found)
+    seconds, *parts = map(statistics.mean, zip(before_it, predicted(), strict=True))
+    return Compared(name, middle, seconds, (used[0], parts[0]), (used[1], parts[1]))
+
+
 def seconds_of_processors(pids: Sequence[int]) -> float:
     """Return the processor time of some processes so far."""
     return sum(sum(thread_seconds(pid).values()) for pid in pids)
@@ -234,13 +292,14 @@ def measured(only: str, batch: float, rounds: int) -> None:
         "   processors ms of workers, predicted   of servers, predicted",
         flush=True,
     )
-    for name in (each for each in cases() if each.startswith(only)):
-        each = compare(name, workload, profiles, own, rounds)
+    for name in (each for each in (*cases_of_one_host(), *cases()) if each.startswith(only)):
+        many = name in cases()
+        each = compare(name, workload, profiles, own, rounds) if many else on_one_host(name, rounds)
         found.append(each)
         middle, least, greatest = (1000 * seconds for seconds in each.measured)
         print(
-            f"{name:38} {middle:8.0f} ({least:.0f} to {greatest:.0f})".ljust(72)
-            + f"{1000 * each.predicted:9.0f}  {each.error:+6.1%}  {os.getloadavg()[0]:5.1f}"
+            f"{name:38} {middle:8.3g} ({least:.3g} to {greatest:.3g})".ljust(72)
+            + f"{1000 * each.predicted:9.3g}  {each.error:+6.1%}  {os.getloadavg()[0]:5.1f}"
             + "".join(f"{1000 * seconds:12.1f}" for seconds in (*each.workers, *each.servers)),
             flush=True,
         )

@@ -100,9 +100,11 @@ class _RunOutcome:
         later = self.samples - rows[0]["samples"] if rows else 0
         self.speed = later / passed if passed > 0 else math.nan
         self._values = [(row["seconds"], value) for row in rows if isfinite(value := by.of(row))]
-        if by != LOSS:  # what was reported behind the last step
-            behind = [by.of(row) for row in trial.rows if row["kind"] == "report"]
-            self._values += [(self.seconds, value) for value in behind if isfinite(value)]
+        if by != LOSS:  # what evaluations found, and what was reported behind the last step
+            at = {row["step"]: row["seconds"] for row in rows}
+            others = [row for row in trial.rows if row["kind"] in ("evaluation", "report")]
+            found = [(at.get(row["step"], self.seconds), by.of(row)) for row in others]
+            self._values = sorted([*self._values, *(each for each in found if isfinite(each[1]))])
         count = max(1, math.ceil(_TAIL * len(self._values)))
         tail = [value for _, value in self._values[-count:]]
         self.value = _mean(tail)

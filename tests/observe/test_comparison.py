@@ -167,6 +167,11 @@ def test_what_the_script_reports_of_held_out_data_may_decide() -> None:
     assert best == "local"
     assert "its right at the end is 0.9, that of the next best, ps, 0.5" in why
     assert recommend(outcomes_of(trials, less))[0] == "ps"
+    evaluated = [
+        replace(each, rows=[*each.rows[:-1], {**each.rows[-1], "kind": "evaluation"}])
+        for each in trials
+    ]
+    assert recommend(outcomes_of(evaluated, more)) == (best, why)
     assert table_of(outcomes_of(trials, more))[0][1] == "right"
     found = recommend(outcomes_of(trials, Criterion.read("no_such")))
     assert found == (None, "None: no strategy has trained with 'no_such', see how each ended.")

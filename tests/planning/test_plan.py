@@ -472,6 +472,8 @@ def test_one_host_is_planned_with_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert eight == pytest.approx(four, rel=0.02)
     with pytest.raises(ConfigurationError, match="leave one of them out"):
         steepest.plan(made_up(SECONDS), one_host=True, servers_apart=True)
+    names = steepest.plan(made_up(SECONDS), workers=[2], one_host=True).strategies
+    assert set(names) == {"ps", "allreduce", "async", "ssp", "local"}  # no settings for slow links
 
 
 def test_a_note_is_told_once_and_the_load_where_it_disturbs(

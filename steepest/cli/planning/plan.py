@@ -54,7 +54,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
         bandwidth: of each host's link, each way: text such as "25Gbit", or bits a second.
         latency: from one host to another: text such as "50us", or seconds.
         strategies: names or strategies; a mapping gives them names of one's own. None for "ps", "allreduce",
-            "async", "ssp" and "local", and settings of `LocalStrategy` for slow links.
+            "async", "ssp" and "local", and, between hosts, settings of `LocalStrategy` for slow links.
         servers: processes, of strategies that have them; None for one for each worker's host.
         servers_apart: whether each server has a host of its own, rather than a worker's.
         one_host: whether all processes share this machine and its cores, so that there are no links.
@@ -95,7 +95,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
         else measure(creator_of(function, seed), batches=batches, seed=seed)
     )
     if chosen is None:
-        chosen = _named(STRATEGIES) | for_slow_links(profile)
+        chosen = _named(STRATEGIES) | ({} if one_host else for_slow_links(profile))
     rows: list[Prediction] = []
     refused: list[tuple[str, str]] = []
     for name, strategy in chosen.items():

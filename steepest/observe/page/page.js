@@ -100,7 +100,7 @@
       });
     }
     plot(box, [...traces, ...marks()], { yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true }, showlegend: names.length > 1 || seen.length > 0, xaxis: { tickformat: byTime ? undefined : "~s" },
-      yaxis: { tickformat: group === "bytes" ? "~s" : undefined, exponentformat: "power", type: logs ? "log" : "linear", rangemode: FROM_ZERO.has(group) && !logs ? "tozero" : "normal" } });
+      yaxis: { tickformat: group === "bytes" || group === "samples per second" ? "~s" : undefined, exponentformat: "power", type: logs ? "log" : "linear", rangemode: FROM_ZERO.has(group) && !logs ? "tozero" : "normal" } });
   };
 
   // -- workers -------------------------------------------------------------------------------
