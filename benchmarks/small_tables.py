@@ -8,6 +8,8 @@ rows, SGD for the weights of the factors. Contenders:
 
 ``torch``             one process, `torch.nn.Embedding`, `torch.optim.Adagrad`: dense gradients
 ``torch sparse``      the same with sparse gradients
+``fbgemm``            the same with FBGEMM's kernels for rows, whose backward pass updates them; it needs
+                      `pip install --no-deps fbgemm-gpu-cpu==1.8.0` beside torch 2.13, in an environment of its own
 ``ps``, ``async``     two workers and one server, rows on the server
 ``... replicated``    the same with tables that workers hold as weights
 
@@ -28,6 +30,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import argparse
 import contextlib
+import importlib
 import statistics
 import time
 from pathlib import Path
@@ -128,20 +131,42 @@ class Contender(Protocol):
         """End its processes."""
 
 
+class FbgemmRows(torch.nn.Module):
+    """Rows that FBGEMM looks up as bags of one id, and updates in the backward pass as torch's Adagrad does."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        of = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+        configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
+        table = count, FACTORS, common.EmbeddingLocation.HOST, of.ComputeDevice.CPU
+        adagrad = configs.EmbOptimType.EXACT_ADAGRAD
+        self.rows = of.SplitTableBatchedEmbeddingBagsCodegen(
+            [table], optimizer=adagrad, learning_rate=RATE, eps=1e-10
+        )
+        torch.nn.init.normal_(self.rows.split_embedding_weights()[0], std=0.1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.rows(ids.reshape(-1), torch.arange(ids.numel() + 1))
+        return found.reshape(*ids.shape, FACTORS)
+
+
 class Plain:
     """One process of plain torch."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, *, sparse: bool = False, fbgemm: bool = False) -> None:
         torch.manual_seed(0)
-        sizes = (USERS, ITEMS)
-        self.module = Gmf(*(torch.nn.Embedding(n, FACTORS, sparse=sparse) for n in sizes))
-        rows = [*self.module.users.parameters(), *self.module.items.parameters()]
-        for parameter in rows:
-            torch.nn.init.normal_(parameter, std=0.1)
-        self.optimizers = [
-            torch.optim.Adagrad(rows, lr=RATE),
-            torch.optim.SGD(self.module.factors.parameters(), lr=RATE),
-        ]
+        sizes = USERS, ITEMS
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if fbgemm:
+            self.module = Gmf(*map(FbgemmRows, sizes))
+        else:
+            self.module = Gmf(*(torch.nn.Embedding(n, FACTORS, sparse=sparse) for n in sizes))
+            rows = [*self.module.users.parameters(), *self.module.items.parameters()]
+            for parameter in rows:
+                torch.nn.init.normal_(parameter, std=0.1)
+            self.optimizers.append(torch.optim.Adagrad(rows, lr=RATE))
+        self.optimizers.append(torch.optim.SGD(self.module.factors.parameters(), lr=RATE))
         self.loader = torch.utils.data.DataLoader(
             Pairs(), batch_size=BATCH, shuffle=True, collate_fn=as_it_is, drop_last=True
         )
@@ -205,8 +230,9 @@ def seconds_by_process() -> dict[str, float]:
 
 REPLICATED = {"replicate": True}
 CONTENDERS: dict[str, Any] = {
-    "torch": lambda: Plain(sparse=False),
+    "torch": Plain,
     "torch sparse": lambda: Plain(sparse=True),
+    "fbgemm": lambda: Plain(fbgemm=True),
     "ps": lambda: Job("ps", {}),
     "async": lambda: Job("async", {}),
     "ps replicated": lambda: Job("ps", REPLICATED),
@@ -251,7 +277,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    usual = [name for name in CONTENDERS if name != "fbgemm"]
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=usual)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     names = list(dict.fromkeys(["torch", *options.only]))

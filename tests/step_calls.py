@@ -29,7 +29,7 @@ def library_calls() -> Iterator[Counter[str]]:
     def see(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         file = code.co_filename
-        if (event == "call" and file.startswith(PACKAGE)) or file == "<string>":
+        if event == "call" and (file.startswith(PACKAGE) or file == "<string>"):
             calls[f"{file.removeprefix(PACKAGE)}:{code.co_name}"] += 1
 
     gc.collect()

@@ -18,7 +18,7 @@ from tests.step_calls import calls_of
 
 #: The most calls of the library's own functions in a step of two workers, all processes together; some 40 of them look
 #: at the clock.
-MOST_CALLS = {"ps": 1165, "allreduce": 1165}
+MOST_CALLS = {"ps": 1035, "allreduce": 1035}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

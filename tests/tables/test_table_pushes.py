@@ -188,6 +188,34 @@ def test_a_weighted_sum_is_that_of_scaled_parts_to_the_bit(count: int, dtype: st
         )
 
 
+@pytest.mark.parametrize("tables", [[[1], [0], [2, 3]], [[0, 2], [1]], [[0], [1], [0]], [[0], []]])
+def test_a_sum_is_that_of_a_dict_whether_parts_share_tables_or_not(tables: list[list[int]]) -> None:
+    random = np.random.default_rng(0)
+    parts, expected = [], dict[tuple[int, int], list[float]]()
+    for number, own in enumerate(tables):
+        drawn = random.permutation(24)[:15] if own else np.empty(0, np.int64)
+        keys = [(own[key % len(own)], int(key)) for key in drawn]
+        gradients = random.integers(-9, 9, (len(keys), 1)).astype(np.float32)
+        seen = random.integers(1, 9, len(keys)).astype(np.int32)
+        lives = None if number else random.integers(0, 9, len(keys)).astype(np.int32)
+        of = np.array([table for table, _ in keys], np.int32)
+        ids = np.array([id for _, id in keys], np.int64)
+        parts.append(RowGradients(of, ids, gradients, seen, lives))
+        for at, key in enumerate(keys):
+            total = expected.setdefault(key, [0, 0, 0])
+            total[0] += float(gradients[at, 0])
+            total[1] += int(seen[at])
+            total[2] = max(total[2], 0 if lives is None else int(lives[at]))
+    found = added(parts)
+    assert found.lives is not None
+    columns = found.gradients[:, 0], found.sightings, found.lives
+    keys = zip(found.tables.tolist(), found.ids.tolist(), strict=True)
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    assert [(key, list(value)) for key, value in zip(keys, values, strict=True)] == [
+        *expected.items()
+    ]
+
+
 def test_the_rows_of_a_server_are_one_push_whatever_groups_and_shards_it_has() -> None:
     task = table_task()
     cluster = make("sync", task, servers=3)

@@ -210,6 +210,8 @@ class _ScaledRows:
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
         """Return the values of rows; a server of this process may update weights meanwhile."""
+        if not torch.is_autocast_enabled(self._device):
+            return self._source.pull(group, tables, ids, training)
         with torch.autocast(self._device, enabled=False):
             return self._source.pull(group, tables, ids, training)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -131,18 +132,36 @@ def added(parts: Sequence[RowGradients]) -> RowGradients:
     """
     if len(parts) == 1:
         return parts[0]
-    keys = Distinct(
-        np.concatenate([part.tables for part in parts]),
-        np.concatenate([part.ids for part in parts]),
-    )
+    every = _joined(parts)
+    if _are_of_other_tables(parts):
+        return every
+    keys = Distinct(every.tables, every.ids)
     count = len(keys.ids)
-    gradients = add_up(np.concatenate([p.gradients for p in parts]), keys.inverse, count)
-    sightings = np.concatenate([p.sightings for p in parts]).astype(np.float64)[:, None]
+    gradients = add_up(every.gradients, keys.inverse, count)
+    sightings = every.sightings.astype(np.float64)[:, None]
     seen = add_up(sightings, keys.inverse, count)[:, 0].clip(max=2**31 - 1).astype(np.int32)
+    lives = None if every.lives is None else longest(every.lives, keys.inverse, count)
+    return RowGradients(keys.tables, keys.ids, gradients, seen, lives)
+
+
+def _joined(parts: Sequence[RowGradients]) -> RowGradients:
+    """Return the rows of all parts, one part after the other."""
     lives = None
     if any(part.lives is not None for part in parts):
-        lives = longest(np.concatenate([part._lives() for part in parts]), keys.inverse, count)
-    return RowGradients(keys.tables, keys.ids, gradients, seen, lives)
+        lives = np.concatenate([part._lives() for part in parts])
+    return RowGradients(
+        np.concatenate([part.tables for part in parts]),
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.gradients for part in parts]),
+        np.concatenate([part.sightings for part in parts]),
+        lives,
+    )
+
+
+def _are_of_other_tables(parts: Sequence[RowGradients]) -> bool:
+    """Return whether no table is in two parts, as the range of their numbers shows: then all rows are distinct."""
+    ranges = sorted((part.tables.min(), part.tables.max()) for part in parts if len(part))
+    return all(before[1] < after[0] for before, after in pairwise(ranges))
 
 
 @kernel
@@ -192,7 +211,7 @@ def width_of(dim: int, dtype: str, *, lives: bool) -> int:
 
 def pack_keys(keys: Sequence[tuple[Int32s, Int64s]], empty: Empty = _new) -> Bytes:
     """Return the keys of rows as bytes, all ids, then all table numbers, in memory that `empty` makes."""
-    return _joined([*(ids for _, ids in keys), *(tables for tables, _ in keys)], empty)
+    return _joined_bytes([*(ids for _, ids in keys), *(tables for tables, _ in keys)], empty)
 
 
 def aligned(nbytes: int) -> int:
@@ -200,7 +219,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], empty: Empty) -> Bytes:
+def _joined_bytes(parts: Sequence[npt.NDArray[Any]], empty: Empty) -> Bytes:
     packed = empty(sum(part.nbytes for part in parts))
     return np.concatenate([_as_bytes(part) for part in parts], out=packed)
 

@@ -54,6 +54,8 @@ def read_only(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]
     A kernel is compiled anew for each combination of types, of which being writable is a part: with
     this every caller's array is of the same type.
     """
-    found: npt.NDArray[Any] = np.ascontiguousarray(array, dtype).view()
-    found.flags.writeable = False
+    found: npt.NDArray[Any] = np.ascontiguousarray(array, dtype)
+    if found.flags.writeable:
+        found = found.view()
+        found.flags.writeable = False
     return found
