@@ -23,7 +23,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.rows.checks import require_ids
 from steepest.tables.rows.gradients import longest
 from steepest.tables.rows.hashing import Distinct
-from steepest.tables.rows.kernels import Floats, Int32s, Int64s
+from steepest.tables.rows.kernels import Floats, Int32s, Int64s, read_only
 from steepest.tables.rows.local import LocalRows
 from steepest.tables.rows.pooling import Bags
 from steepest.tables.rows.replicated import TOUCHED, first_values, replicated, require_range
@@ -277,7 +277,7 @@ def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if not joined.size or joined.min() >= 0:
             _require_ranges(wanted, parts)
-            return require_ids("ids", joined)
+            return read_only(joined, np.int64)
     checked = [
         require_ids(f"ids of table {table.name!r}", part)
         for (table, _), part in zip(wanted, parts, strict=True)
@@ -520,8 +520,7 @@ def _require_tensor(table: Table, ids: Any) -> Tensor:
 
 def embeddings_apart(rows: Tensor, inverse: Tensor) -> Tensor:
     """Return the embedding of each id, (n, dim): bags of one."""
-    bounds = torch.arange(len(inverse) + 1, device=rows.device)
-    return pooled_rows(rows, inverse, bounds, "sum", None)
+    return pooled_rows(rows, inverse, evenly(len(inverse), 1, rows.device), "sum", None)
 
 
 def pooled_rows(
