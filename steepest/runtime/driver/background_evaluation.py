@@ -23,6 +23,7 @@ from steepest.runtime.state.transfer import StateTransfer
 
 log = logging.getLogger(__name__)
 _WHAT = "evaluate"
+_FETCH_SECONDS = 0.05  # between two looks at what loops have asked for meanwhile
 _IN_WORKERS = "fit(..., background=False) has the workers evaluate"
 _IN_LOOP = "a call of the function itself, in the loop, has the workers evaluate"
 
@@ -77,6 +78,7 @@ class BackgroundEvaluation:
         self.step = 0
         self._cluster, self._state, self._calls, self._present = cluster, state, calls, present
         self._asked = asked
+        self._fetched: list[_Evaluated] = []  # that loops have asked for, and are not begun
         self._process: Any = None
         self._deaths = 0  # of processes, in the evaluation of one snapshot
         self._snapshot: _Evaluated | None = None
@@ -124,8 +126,8 @@ class BackgroundEvaluation:
         self._ask()
 
     @owned(Moment.WHOLE)
-    def _begin_asked(self, number: int, step: int) -> None:
-        """Begin the evaluation that a loop has asked for, if the worker that has copied it lives."""
+    def _fetch(self, number: int, step: int) -> None:
+        """Fetch what a loop has asked to be evaluated, if the worker that has copied it lives."""
         copies = self._cluster.workers.ask(copy_to_evaluate, number)
         copy = next((each for each in copies if each is not None), None)
         if copy is None:
@@ -133,20 +135,29 @@ class BackgroundEvaluation:
                 "steepest.evaluate() after step %d is left out: worker 0 died with its copy", step
             )
             return
-        self._begin(_Evaluated(copy.step, copy.epoch, "evaluate_copy", (copy,), _IN_LOOP))
+        copied = _Evaluated(copy.step, copy.epoch, "evaluate_copy", (copy,), _IN_LOOP)
+        self._fetched.append(copied)
 
     def results(self) -> Iterator[EvaluationResult]:
         """Yield the results that are here, and begin what loops have asked for; these are evaluated one by one.
 
-        It may be called while workers train, and raises as `collect` does.
+        It may be called while workers train, whose copies are fetched at once, also during its waits. It raises as
+        `collect` does.
         """
-        while self._asked or self.is_done:
+        awaited: Any = None
+        future: Any = None
+        while self._asked or self._fetched or self.is_done:
+            while self._asked:
+                self._fetch(*self._asked.pop(0))
             if not self.is_under_way:
-                self._begin_asked(*self._asked.pop(0))
+                if self._fetched:
+                    self._begin(self._fetched.pop(0))
                 continue
             if self._call is not None:
+                if awaited is not self._call:
+                    awaited, future = self._call, self._call.future()
                 with contextlib.suppress(Exception):  # raised by `collect`
-                    system().result(self._call.future())
+                    system().result(future, _FETCH_SECONDS)
             if (result := self.collect(waits=False)) is not None:
                 yield result
 
@@ -230,6 +241,7 @@ class BackgroundEvaluation:
         process, self._process = self._process, None
         call, self._call = self._call, None
         self._snapshot = None
+        self._fetched.clear()
         if call is not None:
             drop_calls([call])
         if process is not None:
