@@ -27,8 +27,8 @@
     }
     chart(box.lastChild, draw);
   };
-  const addCurves = (title, [axis, xs], ys, fromZero = false) => runs.some((run) => ys(run).some((y) => isNumber(y) && (y || !fromZero))) && addChart(title, (box) => plot(box, runs.map((run) => ({
-    x: xs(run), y: smoothed(ys(run)), name: run.strategy, type: "scatter", mode: ys(run).filter(isNumber).length < xs(run).length || xs(run).length < 3 ? "lines+markers" : "lines", connectgaps: true, marker: { size: 5 },
+  const addCurves = (title, [axis, xs], ys, fromZero = false, exact = false) => runs.some((run) => ys(run).some((y) => isNumber(y) && (y || !fromZero))) && addChart(title, (box) => plot(box, runs.map((run) => ({
+    x: xs(run), y: exact ? ys(run) : smoothed(ys(run)), name: run.strategy, type: "scatter", mode: ys(run).filter(isNumber).length < xs(run).length || xs(run).length < 3 ? "lines+markers" : "lines", connectgaps: true, marker: { size: 5 },
     line: { width: 1.6, color: run.colour },
   })), { showlegend: true, xaxis: { title: { text: axis }, tickformat: "~s" }, yaxis: { type: byLog ? "log" : "linear", rangemode: fromZero && !byLog ? "tozero" : "normal" } }));
 
@@ -45,17 +45,19 @@
     for (const name of names) addChart(`evaluation: ${name} against steps`, (box) => plot(box, runs.map((run) => ({
       x: seen(run).map((row) => row.step), y: seen(run).map(told(name)), name: run.strategy, type: "scatter", mode: "lines+markers",
       line: { width: 1.6, color: run.colour }, marker: { size: 5 },
-    })), { showlegend: true, xaxis: { title: { text: "step" }, tickformat: "~s" } }));
+    })), { showlegend: true, xaxis: { title: { text: "step" }, tickformat: "~s" }, yaxis: { type: byLog ? "log" : "linear" } }));
     addCurves("loss against time", byTime, of("loss"));
     addCurves("loss against samples", bySamples, of("loss"));
+    addCurves("learning rate", byStep, of("learning rate"), true, true);
+    addCurves("gradient norm", byStep, of("gradient norm"));
     addCurves("samples per second", byTime, (run) => rate(run.curves), true);
     if (data.spent.length) addChart("seconds for 1,000 samples, by part (means over workers)", (box) => plot(box, data.parts.map((part, at) => ({
       type: "bar", name: part, x: data.spent.map((each) => each.strategy), y: data.spent.map((each) => each.parts[at]),
       marker: { color: colourOf(at) },
     })), { barmode: "stack", showlegend: true, hovermode: "closest" }));
     addCurves("staleness, in updates", bySamples, of("staleness"), true);
-    addCurves("bytes pushed in a step", bySamples, perStep("pushed"), true);
-    addCurves("bytes pulled in a step", bySamples, perStep("pulled"), true);
+    addCurves("bytes pushed in a step", bySamples, perStep("pushed"), true, true);
+    addCurves("bytes pulled in a step", bySamples, perStep("pulled"), true, true);
   };
 
   const draw = () => {
