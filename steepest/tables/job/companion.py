@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 from steepest.core.engine.exchange import Companion
-from steepest.core.engine.generators import States, restore, states
+from steepest.core.engine.generators import HeldGenerators
 from steepest.core.engine.gradient_sum import ChunkReady
 from steepest.core.engine.sample_places import Place
 from steepest.core.models.protocol import Model
@@ -38,7 +38,7 @@ class _LoadedBatch(NamedTuple):
     """A batch, and the generators after it was loaded."""
 
     batch: Any
-    generators: States
+    generators: HeldGenerators
 
 
 class RowCompanion(Companion):
@@ -101,7 +101,7 @@ class RowCompanion(Companion):
         elif isinstance(loaded, BaseException):
             raise loaded
         else:
-            restore(loaded.generators)
+            loaded.generators.go_on()
             self._batch = loaded.batch
         return self._batch
 
@@ -163,7 +163,7 @@ class RowCompanion(Companion):
             except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
                 self._loaded[place] = error
                 return
-            self._loaded[place] = _LoadedBatch(batch, states())
+            self._loaded[place] = _LoadedBatch(batch, HeldGenerators())
             if place[0] != skip:
                 self._look_at(place, batch, self._models[place[1]])
 
