@@ -114,8 +114,13 @@ class RowGradients:
     def taken(self, which: Any) -> RowGradients:
         """Return some of the rows, by an index of NumPy's."""
         lives = None if self.lives is None else self.lives[which]
-        of = self.tables[which], self.ids[which], self.gradients[which], self.sightings[which]
-        return RowGradients(*of, lives)
+        if isinstance(which, np.ndarray) and which.dtype == np.int64:
+            gradients = self.gradients.take(which, 0)  # a quarter of an index's time
+        else:
+            gradients = self.gradients[which]
+        return RowGradients(
+            self.tables[which], self.ids[which], gradients, self.sightings[which], lives
+        )
 
     def times(self, factor: float) -> RowGradients:
         """Return the gradients times a factor."""
