@@ -135,7 +135,7 @@ class WideRows:
 
     def copied(self, numbers: Int32s) -> tuple[Floats, Floats]:
         """Return copies of values and slots."""
-        rows = self._rows[numbers]
+        rows = self._rows.take(numbers, 0)  # an index takes up to seven times as long
         dim = self._dim
         return np.ascontiguousarray(rows[:, :dim]), np.ascontiguousarray(rows[:, dim:])
 
