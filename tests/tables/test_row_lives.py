@@ -225,8 +225,8 @@ def test_commits_say_no_time_where_no_table_needs_it() -> None:
 
 
 @pytest.mark.full
-def test_lives_go_on_through_deaths_moves_and_checkpoints(tmp_path: Path) -> None:
-    create = words(ttl="1m")
+def test_lives_and_pins_go_on_through_deaths_moves_and_checkpoints(tmp_path: Path) -> None:
+    create = words(torch.tensor([5, 9, 40, *[2, 3] * 30]), ttl="1m", pinned=[40])
     with trainer(create, COPIES) as sgd:
         sgd.fit(steps=3, progress=False)
         wait(0.7 * MINUTE)
@@ -250,6 +250,7 @@ def test_lives_go_on_through_deaths_moves_and_checkpoints(tmp_path: Path) -> Non
         wait(0.7 * MINUTE)
         sgd.fit(steps=2, progress=False)
         sgd.save(tmp_path / "moved")
+        assert 40 in sgd.export_table("words").ids  # pushed in the first three steps alone
     assert same_rows(without_times(rows_in(all_of(tmp_path / "moved"))), expected)
 
 
