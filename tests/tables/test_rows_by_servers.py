@@ -22,7 +22,8 @@ from steepest.data.storage.places import StorageError
 from steepest.errors import CheckpointError
 from steepest.tables.files.saved_rows import SavedFile
 from steepest.tables.job import restored_shards, row_snapshots, row_writer, table_chunk
-from steepest.tables.job.restored_shards import RestoredShards
+from steepest.tables.job.job_tables import dealing_of
+from steepest.tables.job.restored_shards import RestoredShards, RowsWanted
 from steepest.tables.rows.row_optimizers import Adagrad
 from tests.reference import same_bits
 from tests.simulated_programs import quiet
@@ -246,6 +247,33 @@ def test_an_id_with_two_rows_is_damage(tmp_path: Path) -> None:
         ):
             sgd.restore(tmp_path / "damaged")
         assert torch.equal(sgd.export_table("words").values, before.values)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_a_file_is_read_once_and_leaves_the_cache_after_its_last_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dealt: bool
+) -> None:
+    with trainer(words(IDS, shards=5), TWO) as sgd:
+        sgd.fit(steps=4, progress=False)
+        sgd.save(tmp_path / "saved")
+        dealing = dealing_of(sgd._cluster.job)
+    assert dealing is not None
+    read, dropped, real = list[str](), list[Path](), SavedFile.tensors
+
+    def tensors(file: SavedFile, *about: Any) -> Any:
+        read.append(file.name)
+        return real(file, *about)
+
+    monkeypatch.setattr(SavedFile, "tensors", tensors)
+    monkeypatch.setattr(restored_shards, "drop_cached", dropped.append)
+    saved = files.read_apart(tmp_path / "saved").saved_rows
+    assert saved is not None
+    wanted = RowsWanted(-1, dealing.chunks[::2], dealing, saved, dealt=dealt)
+    assert not any(RestoredShards().read(wanted))
+    assert len(read) == len(set(read)) > 2
+    # others read the same files where rows are dealt; of the last two a piece may be in use
+    names = [file.name for file in dropped]
+    assert len(names) == len(set(names)) == (0 if dealt else len(read) - 2)
 
 
 def test_files_that_are_sent_have_no_name_on_the_disk(

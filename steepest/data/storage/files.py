@@ -197,6 +197,12 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=_open_regular)
 
 
+def drop_cached(path: Path) -> None:
+    """Have the system's cache drop a file, whose memory is free then; do nothing where that cannot be."""
+    with contextlib.suppress(OSError, AttributeError), open_file(path) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _open_regular(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode

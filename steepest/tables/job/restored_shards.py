@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +17,7 @@ from steepest.core.engine.chunk_store import HeldChunk
 from steepest.core.engine.server import Server
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
-from steepest.data.storage.files import storage_of
+from steepest.data.storage.files import drop_cached, storage_of
 from steepest.data.storage.places import StorageError, StoragePlace
 from steepest.errors import ConfigurationError
 from steepest.tables.files.imported_rows import ImportedRows
@@ -118,11 +120,12 @@ class RestoredShards:
         made = self._of(wanted.number)
         made.shards = {chunk: [] for chunk in wanted.chunks}
         try:
-            needed = _needed(wanted)
-            if lacks := self._lacks(needed, wanted.number):
+            uses, groups = _uses(wanted), set(map(wanted.dealing.group_of, wanted.chunks))
+            if lacks := self._lacks({file.key: file for file in uses}.values(), wanted.number):
                 return RowsRead(lacks=lacks)
-            read = _FilesAhead(made, needed, self.files, wanted.number)
-            for group in sorted(set(map(wanted.dealing.group_of, wanted.chunks))):
+            alone = all(_is_one_by_one(wanted, group) for group in groups)
+            read = _FilesAhead(made, uses, self.files, wanted.number, alone=alone)
+            for group in sorted(groups):
                 _read_group(wanted, group, read, made.shards)
         except _ElsewhereError:
             return RowsRead(elsewhere=True)
@@ -252,10 +255,10 @@ def _is_one_by_one(wanted: RowsWanted, group: int) -> bool:
     return alike and not wanted.dealt and wanted.saved.change is None
 
 
-def _needed(wanted: RowsWanted) -> list[SavedFile]:
-    """Return the files with rows of the wanted shards, in reading order."""
+def _uses(wanted: RowsWanted) -> list[SavedFile]:
+    """Return the files with rows of the wanted shards in reading order, each once for each shard."""
     dealing, saved = wanted.dealing, wanted.saved
-    moves, needed = TableMoves(saved.tables, dealing), dict[str, SavedFile]()
+    moves, uses = TableMoves(saved.tables, dealing), list[SavedFile]()
     for group in sorted(set(map(dealing.group_of, wanted.chunks))):
         mine = {
             dealing.shard_of(chunk) for chunk in wanted.chunks if dealing.group_of(chunk) == group
@@ -264,34 +267,42 @@ def _needed(wanted: RowsWanted) -> list[SavedFile]:
         for old in moves.numbers(group) if saved.change is None else range(moves.groups):
             for at in sorted(mine) if alike else range(saved.shards):
                 number = old * saved.shards + at
-                needed |= {
-                    file.key: file
-                    for layer in saved.layers
-                    for file in layer.files
-                    if file.has(number)
-                }
-    return list(needed.values())
+                uses += [file for layer in saved.layers for file in layer.files if file.has(number)]
+    return uses
 
 
 class _FilesAhead:
     """A reader of a checkpoint's files that reads and verifies the next file on a thread while one is used.
 
+    A file is forgotten after its last use; rows that come later take the memory that it had in the system's cache.
+
     Args:
         made: counts the bytes read.
-        order: the files in reading order.
+        uses: the files in the order of their uses.
         files: those of this process.
         number: the restore's.
+        alone: whether no other process reads shards that this one reads.
     """
 
     def __init__(
-        self, made: _ShardsMade, order: Sequence[SavedFile], files: RowFiles, number: int
+        self,
+        made: _ShardsMade,
+        uses: Sequence[SavedFile],
+        files: RowFiles,
+        number: int,
+        *,
+        alone: bool,
     ) -> None:
-        self._made, self._left = made, list(reversed(order))
-        self._files, self._number = files, number
+        self._made, self._files, self._number, self._alone = made, files, number, alone
+        self._left = list({file.key: file for file in uses}.values())[::-1]
+        self._uses = Counter(file.key for file in uses)
+        self._over: list[Path] = []  # files that nobody reads again, and that are in the cache
         self._read: dict[str, Future[Mapping[str, torch.Tensor]]] = {}
 
     def __call__(self, file: SavedFile) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a file, which is read once."""
+        while len(self._over) > 1:  # of the last one a piece is still in use
+            drop_cached(self._over.pop(0))
         while file.key not in self._read:
             self._begin()
         try:
@@ -302,6 +313,11 @@ class _FilesAhead:
             raise _DamagedError(f"{file.name}: {error}") from error
         if self._left and all(read.done() for read in self._read.values()):
             self._begin()
+        self._uses[file.key] -= 1
+        if not self._uses[file.key]:
+            del self._read[file.key]
+            if self._alone and isinstance(file.folder, Path):
+                self._over.append(file.folder / file.name)
         return tensors
 
     def _begin(self) -> None:

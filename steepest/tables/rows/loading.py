@@ -80,8 +80,8 @@ class LoadingRows(ShardRows):
 
     def take(self, piece: TableState) -> None:
         """Take a piece of a state; all of its rows must be of these tables and this shard."""
-        nothing = np.empty(0, np.int64)  # no slice, which would keep the rows' memory
-        self._beside.append(piece.only(nothing, slice(None)))
+        beside = piece.only(np.empty(0, np.int64), slice(None))
+        self._beside.append(appended([beside]))  # a copy, which keeps no file's memory
         (self._waiting.append if self._scores.any else self._take_rows)(piece)
 
     def end_load(self) -> None:
