@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +84,13 @@ class Schedules:
 
     Args:
         loop: whose they are.
-        schedulers: that it steps.
+        schedulers: those given to `prepare`.
     """
 
     def __init__(
         self, loop: UserLoop, schedulers: Sequence[LRScheduler | ReduceLROnPlateau] = ()
     ) -> None:
+        self._loop, self._given = loop, schedulers
         self._ticks = [Ticks(loop, scheduler) for scheduler in schedulers]
         # of the state that was taken, see `Ticks`
         self._ticked: list[int | None] = []
@@ -97,8 +98,14 @@ class Schedules:
 
     @property
     def steps(self) -> list[Callable[[], None]]:
-        """Functions that step each scheduler once, without counting the step."""
-        return [ticks.step_own for ticks in self._ticks]
+        """Functions that step each scheduler of `prepare` once, without counting the step."""
+        return [ticks.step_own for ticks in self._ticks[: len(self._given)]]
+
+    def add(self, registered: Iterable[object]) -> None:
+        """Have the schedulers among registered objects, which were made behind `prepare`, count as the others do."""
+        given = [id(each) for each in self._given]
+        made = [x for x in registered if isinstance(x, LRScheduler) and id(x) not in given]
+        self._ticks += [Ticks(self._loop, scheduler) for scheduler in made]
 
     def state(self) -> dict[str, Any]:
         """Return what `take` needs in another worker."""

@@ -303,6 +303,7 @@ class UserLoop:
                 f"a GradScaler with embedding tables ({tables[0].name!r}), whose gradients it does not divide: "
                 "train in bfloat16, or without autocast"
             )
+        self.steps.schedules.add(objects.values())
         self.states.kept = Kept(objects)
         return self.states.kept
 

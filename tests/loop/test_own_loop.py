@@ -434,10 +434,20 @@ class Logged(steepest.Callback):
         self.log = sgd.log()
 
 
-def test_an_asynchronous_loop_is_replayed_to_the_bit_with_its_own_rates() -> None:
-    task = Task(optimizer=sgd(momentum=0.9), data=SCHEDULED.data, batch_size=BATCH)
+def registers_its_schedule(parts: Parts, epochs: int) -> None:
+    """One that is made behind `prepare`."""
+    parts.schedulers = (torch.optim.lr_scheduler.ExponentialLR(parts.optimizer, 0.9),)
+    steepest.register(schedule=parts.schedulers[0])
+    plain(parts, epochs)
+
+
+@pytest.mark.parametrize(
+    "script", [SCHEDULED, Script(registers_its_schedule, optimizer=sgd(momentum=0.9))]
+)
+def test_an_asynchronous_loop_is_replayed_to_the_bit_with_its_own_rates(script: Script) -> None:
+    task = Task(optimizer=sgd(momentum=0.9), data=script.data, batch_size=BATCH)
     logged = Logged()
-    found = run(SCHEDULED, 3, "async", callbacks=[logged], run_config=run_config(keep_log=True))
+    found = run(script, 3, "async", callbacks=[logged], run_config=run_config(keep_log=True))
     assert same_bits(replay(logged.log, task.creator()), found.weights)
     rates = {round(c.hyperparameters[0]["lr"], 9) for c in logged.log.commits if c.hyperparameters}
     assert rates == {round(0.1 * 0.9**step, 9) for step in range(1, len(found.steps))}
