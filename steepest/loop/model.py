@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _WRITTEN = (
-    "the loop has written to the trained parameter {}, which only the optimizer changes, because "
+    "the loop has written to the trained parameter {}, which only the optimizer of steepest.prepare() changes, because "
     "the other workers would not see it: undo it before optimizer.step(), as sharpness-aware minimisation "
     "does; give what is done to it after each step to steepest.prepare(..., project=f); or use a "
     "parametrization (torch.nn.utils.parametrize)"

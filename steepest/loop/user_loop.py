@@ -34,6 +34,8 @@ from steepest.loop.script_settings import ScriptSettings, check_lengths, tell_of
 from steepest.loop.step_weights import StepWeights
 from steepest.loop.torch_clipping import watched as clipping_watched
 from steepest.loop.torch_scaling import watched as scaling_watched
+from steepest.loop.unprepared import watch as watch_unprepared
+from steepest.loop.unprepared import watched as unprepared_watched
 from steepest.loop.unseen import noted
 
 MOST_BATCHES = 1 << 24  # of a worker's: more than it has in a job
@@ -140,6 +142,7 @@ class UserLoop:
                 clipping_watched(current),
                 scaling_watched(_steps_here),
                 noted(self.steps.unseen),
+                unprepared_watched(current),
             ):
                 return self.function()
         except SystemExit as error:
@@ -181,6 +184,7 @@ class UserLoop:
                 "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both"
             )
         self.batches.wanted = count
+        watch_unprepared(self)
         if self.entry.arriving is not None and (
             self.prepared.cursor is None or self.prepared.cursor.has_loader
         ):

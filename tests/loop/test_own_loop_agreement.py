@@ -341,3 +341,28 @@ def test_what_a_thread_of_ones_own_calls_is_refused_by_name(name: str) -> None:
     run(Script(in_a_thread(CALLS[name], raised), epochs=1), 2)
     assert len(raised) == 2
     assert re.match(rf"steepest.{name}\(\) in the thread 'mine'", str(raised[0]))
+
+
+def with_a_head_of_its_own(parts: Parts, epochs: int) -> None:
+    """A second module, which `prepare` was not given, and one that learns behind the loop."""
+    head, scale = nn.Linear(2, 2).double(), torch.ones(1, requires_grad=True)
+    further, last = torch.optim.SGD(head.parameters(), 0.1), torch.optim.Adam([scale], 0.1)
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            nn.functional.mse_loss(head(parts.model(x)), y).backward()
+            parts.optimizer.step()
+            further.step()
+    scale.square().sum().backward()
+    last.step()
+
+
+def test_an_optimizer_that_was_not_prepared_is_warned_of_where_several_workers_train(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    run(Script(with_a_head_of_its_own, epochs=1), 1)
+    assert not recwarn.list
+    run(Script(with_a_head_of_its_own, epochs=1), 2)
+    (only,) = [str(each.message) for each in recwarn.list]
+    assert only.startswith(
+        "SGD.step() of an optimizer that was not given to steepest.prepare(): each worker trains its 2"
+    )
