@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections import OrderedDict, defaultdict
@@ -57,6 +58,11 @@ _WRITTEN = (
     "does; give what is done to it after each step to steepest.prepare(..., project=f); or use a "
     "parametrization (torch.nn.utils.parametrize)"
 )
+_WRITTEN_AT_THE_END = (
+    "the function has returned with other trained parameters than its last step has given: result.state_dict, and "
+    "checkpoints, have those of the step"
+)
+log = logging.getLogger(__name__)
 
 
 class LoopModel(TorchModel):
@@ -281,7 +287,8 @@ class LoopModel(TorchModel):
         Return what the function returns.
 
         Raises:
-            ModelError: the loop has written to a trained parameter, or put another in its place.
+            ModelError: the loop has written to a trained parameter, or put another in its place; a warning, where
+                its function has returned, as with the weights of the best epoch.
         """
         writes, trying = self._writes, self.loop.steps.trying
         begun = writes.begin()
@@ -292,8 +299,11 @@ class LoopModel(TorchModel):
         except BaseException:
             self._end_turn(writes, begun)
             raise
-        if (wrong := self._end_turn(writes, begun)) is not None:
+        wrong = self._end_turn(writes, begun)
+        if wrong is not None and not self.session.has_ended:
             raise ModelError(wrong)
+        if wrong is not None and not self.loop.job.rank:
+            log.warning(_WRITTEN_AT_THE_END)
         return result
 
     def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -405,6 +406,36 @@ def test_an_uncounted_write_behind_a_late_step_is_found(
 ) -> None:
     with pytest.raises(ModelError, match="written to the trained parameter '2.weight'"):
         run(writing_late(write, rank), 2, strategy)
+
+
+def ending_with(change: Callable[[nn.Module], object]) -> Script:
+    """A script that changes its model behind the loop, as it does that tests, or exports, another one."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        plain(parts, epochs)
+        change(parts.model)
+
+    return Script(loop, data=samples(8), epochs=1)
+
+
+def best_weights(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [best_weights, nn.Module.half])
+def test_a_function_may_return_with_another_model_which_is_told(
+    change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the best epoch, say; the job's weights are those of the last step."""
+    script = ending_with(change)
+    with caplog.at_level(logging.WARNING, "steepest.loop.model"):
+        found = run(script, 2)
+    assert difference(found.weights, ending_with(lambda _: None).alone(2)) < 1e-12
+    told = [each for each in caplog.messages if "result.state_dict" in each]
+    assert told == [
+        "the function has returned with other trained parameters than its last step has given: result.state_dict, "
+        "and checkpoints, have those of the step"
+    ]
 
 
 def averaging(parts: Parts, epochs: int) -> None:
