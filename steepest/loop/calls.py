@@ -147,16 +147,17 @@ def prepare(
     if loop is None:
         connect_alone(modules, optimizers)
         return objects[0] if len(objects) == 1 else objects
+    if loop.job.is_prepared:
+        raise ConfigurationError(
+            "steepest.prepare() was called twice: give it everything in one call, before the loop; a further training "
+            "is another steepest.run()"
+        )
     loaders = [each for each in objects if isinstance(each, DataLoader)]
     tensors = [each for each in objects if isinstance(each, torch.Tensor)]
     _check_given(objects, (*modules, *optimizers, *schedulers, *loaders, *tensors))
     if bare := bare_tensors(modules, optimizers, tensors):
         modules.append(BareTensors(bare))
     _check_enough(modules, optimizers, schedulers)
-    if loop.job.is_prepared:
-        raise ConfigurationError(
-            "steepest.prepare() was called twice: give it everything in one call, before the loop"
-        )
     servers, closures = _at_servers(loop, optimizers, reduction)
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     _check_reduction(reduction, loaders)

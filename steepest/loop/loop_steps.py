@@ -213,7 +213,8 @@ class LoopSteps:
         cursor = self._loop.prepared.cursor
         if cursor is not None and cursor.has_loader and not cursor.place.passes:
             raise ConfigurationError(
-                "optimizer.step() before the first batch of an epoch: call it in the loop over the loader, or behind it"
+                "optimizer.step() before the first batch of an epoch: call it in the loop over the loader that "
+                "steepest.prepare() has returned, or behind it"
             )
         if self._loop.batches.wanted is None:
             raise ConfigurationError(

@@ -226,8 +226,9 @@ def check_lengths(prepared: Prepared, epochs: int, size: int) -> None:
             text = (
                 f"{type(scheduler).__name__} was made for {name}={length}: {epochs} epochs of the {before} batches "
                 f"that len(loader) says before steepest.prepare(). With {size} workers an epoch has {after} steps, and "
-                f"the schedule would end with a part of it: make it for {epochs * after}, such as by epochs * "
-                "math.ceil(len(data) / samples) with the samples of all workers' batches together"
+                f"the schedule would end with a part of it: keep the steps of one process by --global-batch-size "
+                f"{data[0].batch_size}, or make it for {epochs * after}, such as by epochs * math.ceil(len(data) / "
+                "samples) with the samples of all workers' batches together"
             )
             if len(prepared.optimizers) == 1:
                 raise ConfigurationError(text)
