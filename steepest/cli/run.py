@@ -101,21 +101,30 @@ def run(options: argparse.Namespace) -> int:
         if options.checkpoints is not None:
             every = {} if options.every is None else {"every": options.every}
             checkpoints = Checkpoints(options.checkpoints, **every)
-        result = run_function(
-            script,
-            num_workers=workers,
-            strategy=_strategy(options),
-            run_config=RunConfig(
-                failure=_failure(options), runtime=options.runtime, page=options.page
-            ),
-            callbacks=[tracker(each) for each in options.log],
-            gpu=options.gpu,
-            global_batch_size=options.global_batch_size,
-            seed=options.seed,
-            checkpoints=checkpoints,
-            progress=not options.no_progress,
-            timeline=options.timeline,
-        )
+        try:
+            result = run_function(
+                script,
+                num_workers=workers,
+                strategy=_strategy(options),
+                run_config=RunConfig(
+                    failure=_failure(options), runtime=options.runtime, page=options.page
+                ),
+                callbacks=[tracker(each) for each in options.log],
+                gpu=options.gpu,
+                global_batch_size=options.global_batch_size,
+                seed=options.seed,
+                checkpoints=checkpoints,
+                progress=not options.no_progress,
+                timeline=options.timeline,
+            )
+        except KeyboardInterrupt:
+            rest = (
+                "the same command begins anew, and with --checkpoints it would go on"
+                if checkpoints is None
+                else f"the same command goes on from {options.checkpoints}"
+            )
+            sys.stderr.write(f"steepest: stopped: {rest}\n")
+            raise
     for name, value in result.metrics.items():
         sys.stdout.write(f"{name}: {value:.6g}\n")
     return 0

@@ -135,6 +135,27 @@ def test_a_script_runs_as_a_file_says(
     assert list((tmp_path / "kept").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [(["--checkpoints", "kept"], "goes on from kept"), ([], "begins anew, and with --checkpoints")],
+)
+def test_ctrl_c_says_what_the_same_command_would_do(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    told: str,
+) -> None:
+    def stopped(*arguments: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("steepest.loop.run.run", stopped)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main(["run", "train.py", "--runtime", "processes", *more]) == 130
+    assert told in capsys.readouterr().err
+
+
 def test_every_option_of_run_has_a_help() -> None:
     assert make_parser() is not None
     assert all(action.help for action in parser()._actions)

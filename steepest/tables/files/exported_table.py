@@ -48,12 +48,14 @@ class ExportedTable:
     """
 
     name: str
-    ids: torch.Tensor
-    values: torch.Tensor
-    removed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    ids: torch.Tensor = field(repr=False)
+    values: torch.Tensor = field(repr=False)
+    removed: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64), repr=False
+    )
     version: int = 0
-    place: Sequence[Sequence[int]] = ()
-    base: Sequence[Sequence[int]] | None = None
+    place: Sequence[Sequence[int]] = field(default=(), repr=False)
+    base: Sequence[Sequence[int]] | None = field(default=None, repr=False)
     unknown: float = 0.0
 
     def __len__(self) -> int:
