@@ -108,7 +108,7 @@ def test_a_worker_that_hangs_is_replaced_and_changes_no_bit() -> None:
         strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
     ) as trainer:  # fmt: skip
         victim = pids(trainer)[1]
-        hang = After({5: partial(os.kill, victim, signal.SIGSTOP)})
+        hang = After({1: partial(os.kill, victim, signal.SIGSTOP)})
         trainer.fit(epochs=2, progress=False, callbacks=[hang])
         assert victim not in pids(trainer)
         found = trainer.state_dict()
