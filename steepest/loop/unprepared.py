@@ -60,7 +60,8 @@ def _watch(loop: UserLoop, optimizer: Optimizer) -> None:
 @functools.wraps(_MAKE)
 def _make(optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
     _MAKE(optimizer, *arguments, **named)
-    loop = _watching[0]() if _watching else None
+    # a slice, since another thread's function may end meanwhile
+    loop = next((here() for here in _watching[:1]), None)
     if loop is not None and loop.has_entered:
         _watch(loop, optimizer)
     elif loop is not None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import cloudpickle
 
-_SHARED: Any = (
-    cloudpickle.Pickler.dispatch_table
-)  # names all files alike, lest pickles differ by them
+#: It gives all files the name `_ALIKE`, so that pickles do not differ by their files' names.
+_SHARED: Any = cloudpickle.Pickler.dispatch_table
 _ALIKE = "<dynamic-code>"
 
 

@@ -105,9 +105,8 @@ def processor_wait() -> float:
     """Return the seconds for which this process' threads that live have waited for a processor; 0 if it is unknown."""
     waited = 0
     for stat in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(
-            OSError, IndexError
-        ):  # the thread has ended, or the kernel does not count
+        # the thread has ended, or the kernel does not count
+        with contextlib.suppress(OSError, IndexError):
             waited += int(stat.read_text().split()[1])
     return waited * 1e-9
 

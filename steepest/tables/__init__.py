@@ -3,7 +3,7 @@
 The names below say what a `Table` is like: how pushes change its rows, how rows begin, which ids
 get one, and which rows go. They are loaded when they are first used.
 
-It needs no Ray, no torch, no sockets; numba, from ``pip install 'steepest[embedding]'``.
+They need no Ray, no torch, no sockets; numba, from ``pip install 'steepest[embedding]'``.
 """
 
 from typing import TYPE_CHECKING

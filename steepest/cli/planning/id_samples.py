@@ -30,10 +30,8 @@ _NO_ARRAYS = (
     zlib.error,
 )
 _FOLDED = 1 << 22  # keys, of which equal ones are put together
-_BATCHES, _BATCH = (
-    200,
-    1024,
-)  # ids without batches are taken for so many, or for more of so many look-ups
+#: Ids without batches are taken for so many batches, or for more of them with so many look-ups each.
+_BATCHES, _BATCH = 200, 1024
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,8 @@ def sample_ids(
     return samples, len(passes) * model.batch_size, model.data.size
 
 
-_SEVERAL_THREADS = (
-    1.2  # times its thread's processor time that a pass takes, from which on others compute for it
-)
+#: A pass that takes so many times the processor time of its own thread has other threads compute for it.
+_SEVERAL_THREADS = 1.2
 
 
 class RowCosts(NamedTuple):
@@ -200,9 +199,8 @@ class _MeasuredPass:
 
     def __init__(self) -> None:
         self.seconds = self.loading = self.applying = self.handling = 0.0
-        self.whole = self.serving = (
-            0.0  # of this thread, for the step and for the server's part of it
-        )
+        # processor seconds of this thread: for the step, and for the server's part of it
+        self.whole = self.serving = 0.0
         self.processor = self.on_thread = 0.0  # of the pass, on all threads and on its own
         self.ready: dict[int, float] = {}
 
@@ -266,9 +264,8 @@ class _MeasuredJob:
         self._server: Server = host_server(router, job, 0, self.replicas.weights.clone())
         host_coordinator(router, job)
         self._client: Client = host_client(router, job, 0)
-        self._applying = self._serving = (
-            0.0  # processor seconds of updates, and of all that the server does
-        )
+        # processor seconds: of updates, and of all that the server does
+        self._applying = self._serving = 0.0
         for held in self._server.gradient_stores.values():
             vars(held)["apply"] = self._timed_update(held.apply)
         self._worker: Worker = host_worker(router, job, 0, self.replicas, extensions=EXTENSIONS)
