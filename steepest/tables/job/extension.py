@@ -120,5 +120,5 @@ def _difference(first: Sequence[Table], other: Sequence[Table]) -> str | None:
         for name in (each.name for each in fields(a)):
             if getattr(a, name) != getattr(b, name):
                 own, others = getattr(a, name), getattr(b, name)
-                return f"table {a.name!r} with {name}={own!r}, the other has {others!r}"
+                return f"table {a.name!r} with {name}={own!r:.200}, the other has {others!r:.200}"
     return None
