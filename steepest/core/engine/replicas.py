@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,6 +63,8 @@ InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | 
 Memory = tuple[torch.Tensor, torch.Tensor]
 
 CPU = torch.device("cpu")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,10 +652,12 @@ class Replicas:
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
         model.begin_evaluation()
-        results = []
+        told, results = model.notice, []
         for share, batch in zip(shares, source.open(shares), strict=True):
             model.expect(Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
+        if part == 0 and model.notice != told:
+            log.warning("%s", model.notice)
         result = _mean(results, {"evaluate": self._now() - began})
         return EvaluatedPart(result, model.metric_states())
 

@@ -189,7 +189,7 @@ class Model(ABC):
         optimizer_state: the state of the optimizer before the first step, None for none; set to None when
             servers, or the worker's own optimizer, have it.
         clip_norm: the greatest norm of its gradients, if the strategy sets none; None for any.
-        notice: a text for its user, which the driver logs once.
+        notice: a text for its user, logged when the model is made, and when worker 0's evaluation has changed it.
         merging: how replicas' values of some of its buffers are merged, by names that `state` has: "mean", or
             "first" for worker 0's value.
         hyper: the hyperparameters of the last gradient's update, by parameter group, those that differ from

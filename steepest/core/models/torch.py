@@ -37,6 +37,7 @@ from steepest.core.models.losses import (
     weigh,
     with_parts,
 )
+from steepest.core.models.metric_means import told_of_no_mean
 from steepest.core.models.metric_states import (
     AccumulatedMetrics,
     MetricState,
@@ -155,6 +156,8 @@ class TorchModel(Model):
     _ready: Ready | None = None  # of the backward pass that runs
     _weight = 0.0  # of the present batch
     _evaluates = False  # a batch, instead of training on it
+    _compares = False  # metrics of the next evaluated batch with those of its halves
+    _has_no_mean = False  # among the metrics, as the notice says
     _looks = 0  # losses that were looked at
     _has_learned = False  # whether the loss of any batch has depended on a trained parameter
     #: of the layout, see `steepest.core.tensors.layout`; a subclass' model may have some
@@ -287,7 +290,22 @@ class TorchModel(Model):
             elif self._evaluates:
                 metric.to(self._device).update(self._output, target)
                 values[name] = metric
+        if self._evaluates and self._compares:
+            self._compare_halves(target, values)
         return values
+
+    def _compare_halves(self, target: Any, values: Mapping[str, Any]) -> None:
+        """Notice a metric of the first evaluated batch that is no mean over its samples.
+
+        A weight that the loss has given the batch is unknown of its halves.
+        """
+        samples = self._share.samples if self._share is not None else 0
+        if samples < 2 or self._weight != samples:
+            return
+        self._compares = False
+        functions = {n: each for n, each in self._metrics.items() if not is_metric(each)}
+        if text := told_of_no_mean(functions, values, self._output, target, samples):
+            self.notice, self._has_no_mean = text, True
 
     # -- Model ---------------------------------------------------------------------------------
 
@@ -565,6 +583,7 @@ class TorchModel(Model):
             with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
             loss, parts, samples, weight = weigh(batch, result, self._share, self._sums)
+            self._weight = weight
             numbers = checked_metrics(self._accumulated.take(self.metrics(batch)))
             metrics = with_parts(parts, numbers, self._per(samples))
         finally:
@@ -574,8 +593,9 @@ class TorchModel(Model):
         return Computed(loss.item() / self._per(samples), weight, samples, metrics)
 
     def begin_evaluation(self) -> None:
-        """Forget what metrics have accumulated."""
+        """Forget what metrics have accumulated; compare the first batch's with those of its halves."""
         self._accumulated.begin()
+        self._compares = not self._has_no_mean
 
     def metric_states(self) -> dict[str, MetricState]:
         """Return what metrics have accumulated since an evaluation began, by name."""
