@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from steepest.errors import CheckpointError
 from steepest.tables.files.saved_rows import ROW_FILES
@@ -58,10 +61,12 @@ def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     for kind in KINDS:
         if not isinstance(files, dict) or not _is_file(kind, files.get(kind)):
             raise CheckpointError(f"it names no file of {kind} in its directory")
-    if not _is_list(files.get(ROW_FILES), lambda file: _is_file(ROW_FILES, file)):
+    rows = files.get(ROW_FILES)
+    if not isinstance(rows, list) or not all(_is_file(ROW_FILES, file) for file in rows):
         raise CheckpointError(f"it names no files of {ROW_FILES} in its directory")
-    for key, (fits, required) in _ABOUT.items():
-        if (key in content or required) and not fits(content.get(key)):
+    present = {key: kind for key, kind in _OPTIONAL.items() if key in content}
+    for key, kind in (_REQUIRED | present).items():
+        if not _fits(content.get(key), kind):
             raise CheckpointError(f"{key!r} is {_shown.repr(content.get(key, 'not there')):.100}")
     if (odd := _contradiction(content)) is not None:
         raise CheckpointError(
@@ -75,6 +80,8 @@ def _contradiction(about: Mapping[str, Any]) -> str | None:
     """Return the key of a value, right by itself, that cannot be beside the others; None if all can."""
     step, epoch, samples = about["step"], about["epoch"], about["samples"]
     left, ends, begun = (about.get(key, ()) for key in ("left", "ends", "begun"))
+    if any(begin > end for begin, end in about.get("offsets", {}).values()):
+        return "offsets"
     if list(ends) != sorted(ends) or max(ends, default=0) > step:
         return "ends"
     # An epoch has a step at least; and but for those of which parts are left over, and the present one, each has ended.
@@ -109,184 +116,101 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return once
 
 
+#: Of a number, of a step and of a seed.
+_Count = Annotated[int, Meta(ge=0, lt=_MOST)]
+_Step = Annotated[int, Meta(ge=0, lt=_MOST_STEPS)]
+_Seed = Annotated[int, Meta(ge=0)]
+_Width = Annotated[int, Meta(ge=1)]
+_Numbers = dict[str, float | bool]  # as a loss may be: NaN and infinity, too
+
+
+class _File(msgspec.Struct):
+    """A file of the checkpoint; its name is checked beside."""
+
+    name: str
+    sha256: str
+    dtypes: dict[str, str]
+    shards: list[_Count] = []
+
+
+class _Evaluation(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of an `EvaluationResult`."""
+
+    loss: float
+    metrics: _Numbers
+    samples: _Count
+    step: _Count = 0
+    epoch: _Count | None = None
+
+
+class _Result(_Evaluation, forbid_unknown_fields=True, kw_only=True):
+    """The fields of a `StepResult`."""
+
+    step: _Count
+    epoch: _Count | None
+    staleness: list[_Count]
+    timings: _Numbers = {}
+    gradient_norm: float | None = None
+    learning_rate: list[float] = []
+
+
+class _Base(msgspec.Struct, forbid_unknown_fields=True):
+    """A checkpoint in the same directory, see `files.BaseLink`."""
+
+    name: Annotated[str, Meta(pattern=r"\A[0-9]{6,}-step-[0-9]+\Z")]
+    sha256: str
+
+
 def _is_file(kind: str, value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", str(value.get("name")), re.ASCII)
-        is not None
-        and isinstance(value.get("sha256"), str)
-        and _is_list(value.get("shards", []), _is_count)
-        and _is_mapping(value.get("dtypes"), lambda dtype: isinstance(dtype, str))
+    return _fits(value, _File) and bool(
+        re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", value["name"], re.ASCII)
     )
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_step(value: Any) -> bool:
-    return _is_count(value) and value < _MOST_STEPS
-
-
-def _is_seed(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(fits, value))
-
-
-def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(map(fits, value.values()))
-
-
-def _is_flags(value: Any) -> bool:
-    """Return whether a value is switches by "GROUP.NAME", see `OptimizerSpec.state_flags`."""
-    return _is_mapping(value, lambda flag: isinstance(flag, bool)) and all(
-        "." in key for key in value
-    )
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_rates(value: Any) -> bool:
-    return value is None or _is_list(
-        value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf
-    )
-
-
-def _is_part(value: Any) -> bool:
-    return _is_list(value, _is_count) and len(value) == 3
-
-
-def _is_table(value: Any) -> bool:
-    """Return whether a value is (name, dimension, dtype, optimizer, group) of an embedding table."""
-    kinds = (str, int, str, str, int)
-    fits = isinstance(value, list) and list(map(type, value)) == list(kinds)
-    return fits and value[1] > 0
-
-
-def _is_replicated(value: Any) -> bool:
-    """Return whether a value is (name, dimension, dtype, optimizer, parameter) of a table that workers hold."""
-    kinds = (str, int, str, str, str)
-    return isinstance(value, list) and list(map(type, value)) == list(kinds) and value[1] > 0
-
-
-def _is_mark(value: Any) -> bool:
-    """Return whether a value has the fields of a `ShardMark`; the last is -1 where a shard's rows are all there."""
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(map(_is_seed, value[:3]))
-        and (value[3] == -1 or _is_count(value[3]))
-    )
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a number as a loss may be: NaN and infinity, too."""
-    return isinstance(value, float) or (isinstance(value, int) and -_MOST < value < _MOST)
-
-
-def _is_numbers(value: Any) -> bool:
-    return _is_mapping(value, _is_number)
-
-
-def _is_evaluation(value: Any) -> bool:
-    """Return whether a value has the fields of an `EvaluationResult`."""
-    return _has(value, _EVALUATION, ("loss", "metrics", "samples"))
-
-
-def _is_result(value: Any) -> bool:
-    """Return whether a value has the fields of a `StepResult`."""
-    return _has(value, _RESULT, ("step", "epoch", "loss", "metrics", "samples", "staleness"))
-
-
-def _has(
-    value: Any, fields: Mapping[str, Callable[[Any], bool]], required: Collection[str]
-) -> bool:
-    return (
-        isinstance(value, dict)
-        and set(required) <= value.keys() <= fields.keys()
-        and all(fields[name](part) for name, part in value.items())
-    )
-
-
-def _is_window(value: Any) -> bool:
-    """Return whether a value is (begin, end) in offsets."""
-    return _is_list(value, _is_count) and len(value) == 2 and value[0] <= value[1]
-
-
-def _is_span(value: Any) -> bool:
-    """Return whether a value is (begin, end) in steps."""
-    return _is_list(value, _is_step) and len(value) == 2
-
-
-def _is_base(value: Any) -> bool:
-    """Return whether a value names a checkpoint in the same directory, see `files.Link`."""
-    return (
-        _is_mapping(value, _is_name)
-        and value.keys() == {"name", "sha256"}
-        and re.fullmatch(r"\d{6,}-step-\d+", value["name"], re.ASCII) is not None
-    )
-
-
-def _is_array(value: Any) -> bool:
-    """Return whether a value is (dtype, shape, hash) of an array, see `steepest.core.data.fingerprint`."""
-    fits = isinstance(value, list) and len(value) == 3
-    return fits and _is_name(value[0]) and _is_list(value[1], _is_count) and _is_name(value[2])
-
-
-def _is_begun(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]):
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
         return False
-    return value[1] is None or _is_count(value[1]) or _is_list(value[1], _is_count)
+    return True
 
 
-_EVALUATION: dict[str, Callable[[Any], bool]] = {
-    "loss": _is_number,
-    "metrics": _is_numbers,
-    "samples": _is_count,
-    "step": _is_count,
-    "epoch": lambda value: value is None or _is_count(value),
+#: By key what the manifest must have.
+_REQUIRED: dict[str, Any] = {
+    "step": _Step,
+    "epoch": _Step,
+    "offset": _Count,
+    "samples": _Count | None,
+    "seed": _Seed,
+    "optimizer": str,
+    "flags": dict[Annotated[str, Meta(pattern=r"\.")], bool],  # see `OptimizerSpec.state_flags`
+    "plain": list[str],
+    "aliases": dict[str, list[str]],
 }
-_RESULT: dict[str, Callable[[Any], bool]] = {
-    **_EVALUATION,
-    "staleness": lambda value: _is_list(value, _is_count),
-    "timings": _is_numbers,
-    "gradient_norm": lambda value: value is None or _is_number(value),
-    "learning_rate": lambda value: _is_list(value, _is_number),
-}
-#: By key: whether a value fits, and whether the manifest must have it.
-_ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
-    "step": (_is_step, True),
-    "epoch": (_is_step, True),
-    "offset": (_is_count, True),
-    "samples": (lambda value: value is None or _is_count(value), True),
-    "seed": (_is_seed, True),
-    "optimizer": (_is_name, True),
-    "flags": (_is_flags, True),
-    "plain": (lambda value: _is_list(value, _is_name), True),
-    "aliases": (lambda value: _is_mapping(value, lambda names: _is_list(names, _is_name)), True),
-    "left": (lambda value: _is_list(value, _is_part), False),
-    "begun": (lambda value: _is_list(value, _is_begun), False),
-    "updates": (_is_step, False),
-    "ends": (lambda value: _is_list(value, _is_step), False),
-    "base": (_is_base, False),
-    "tables": (lambda value: _is_list(value, _is_table), False),
-    "shards": (lambda value: _is_list(value, _is_mark), False),
-    "data": (lambda value: _is_mapping(value, _is_array), False),
-    "batch": (lambda value: _is_list(value, _is_count) and len(value) == 2, False),
-    "schedule": (lambda value: value is None or isinstance(value, dict), False),
-    "offsets": (lambda value: _is_mapping(value, _is_window), False),
-    "hashes": (lambda value: _is_mapping(value, _is_name), False),
-    "replicated": (lambda value: _is_list(value, _is_replicated), False),
-    "unfrozen": (lambda value: _is_list(value, _is_name), False),
-    "rates": (_is_rates, False),
-    "evaluations": (lambda value: _is_list(value, _is_evaluation), False),
-    "ended_early": (lambda value: _is_list(value, _is_span), False),
-    "result": (lambda value: value is None or _is_result(value), False),
-    "runs": (lambda value: _is_mapping(value, _is_name), False),
-    "behind": (lambda value: _is_mapping(value, _is_count), False),
+#: By key what it may have beside that.
+_OPTIONAL: dict[str, Any] = {
+    "left": list[tuple[_Count, _Count, _Count]],
+    "begun": list[tuple[_Count, _Count | list[_Count] | None]],
+    "updates": _Step,
+    "ends": list[_Step],
+    "base": _Base,
+    # name, dimension, dtype, optimizer, group
+    "tables": list[tuple[str, _Width, str, str, int]],
+    # the fields of a `ShardMark`; the last is -1 where a shard's rows are all there
+    "shards": list[tuple[_Seed, _Seed, _Seed, Annotated[int, Meta(ge=-1, lt=_MOST)]]],
+    # dtype, shape, hash of an array, see `steepest.core.data.fingerprint`
+    "data": dict[str, tuple[str, list[_Count], str]],
+    "batch": tuple[_Count, _Count],
+    "schedule": dict[str, Any] | None,
+    "offsets": dict[str, tuple[_Count, _Count]],
+    "hashes": dict[str, str],
+    # name, dimension, dtype, optimizer, parameter of a table that workers hold
+    "replicated": list[tuple[str, _Width, str, str, str]],
+    "unfrozen": list[str],
+    "rates": list[Annotated[float, Meta(ge=0, le=sys.float_info.max)]] | None,
+    "evaluations": list[_Evaluation],
+    "ended_early": list[tuple[_Step, _Step]],
+    "result": _Result | None,
+    "runs": dict[str, str],
+    "behind": dict[str, _Count],
 }
