@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from steepest.core.system import PythonSystem, using
+from steepest.core.system import System, using
 
 
-class HandMovedClock(PythonSystem):
+class HandMovedClock(System):
     """Python's system, but for the time.
 
     Attributes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from threading import Thread
 
-from steepest.core.system import Thread, system
+from steepest.core.system import system
 from tests.simulation.run import running
 
 

@@ -10,14 +10,15 @@ import _thread
 import contextlib
 import math
 import os
-import queue
 import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Protocol, TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -91,113 +92,21 @@ def _stand_alone() -> None:
 os.register_at_fork(after_in_child=_stand_alone)
 
 
-class Thread(Protocol):
-    """A thread that was started."""
+class System:
+    """Python's own clock, threads, waits and random numbers, which a simulation replaces; any thread may use it.
 
-    name: str
-
-    def join(self, timeout: float | None = None) -> None:
-        """Return when it has ended, or after some seconds."""
-
-    def is_alive(self) -> bool:
-        """Return whether it has not ended."""
-
-
-class ThreadEvent(Protocol):
-    """As `threading.Event`."""
-
-    def is_set(self) -> bool:
-        """Return whether it is set."""
-
-    def set(self) -> None:
-        """Set it; waiting threads go on."""
-
-    def clear(self) -> None:
-        """Reset it."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return when it is set, or after some seconds; return whether it is."""
-
-
-class Lock(Protocol):
-    """As `threading.RLock`."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it; return whether it was taken."""
-
-    def release(self) -> None:
-        """Give it back."""
-
-    def __enter__(self) -> bool:
-        """Take it."""
-
-    def __exit__(self, *_: Any) -> None:
-        """Give it back."""
-
-
-class Queue(Protocol[T]):
-    """As `queue.SimpleQueue`; `queue.Empty` where nothing comes."""
-
-    def put(self, item: T) -> None:
-        """Add an item."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> T:
-        """Return the oldest item when there is one."""
-
-    def get_nowait(self) -> T:
-        """Return the oldest item."""
-
-    def empty(self) -> bool:
-        """Return whether there is none."""
-
-
-class System(Protocol):
-    """A clock, threads, waits and random numbers; any thread may use it."""
-
-    @property
-    def chance(self) -> random.Random:
-        """The generator of random values such as tokens."""
-
-    def now(self) -> float:
-        """Return the time in seconds, on a monotonic clock that stands still while the process is stopped."""
-
-    def time(self) -> float:
-        """Return the seconds since the epoch."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let the calling thread wait."""
-
-    def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
-        """Start a thread that runs a function; RuntimeError if the interpreter is ending."""
-
-    def begin(self, body: Callable[[], object]) -> None:
-        """Start a thread without a handle and without taking a lock, for signal handlers and garbage collection."""
-
-    def current(self) -> Any:
-        """Return the calling thread, as `start` has."""
-
-    def event(self) -> ThreadEvent:
-        """Return a new event."""
-
-    def lock(self) -> Lock:
-        """Return a new lock, which its thread may take again."""
-
-    def queue(self) -> Queue[Any]:
-        """Return a new queue without bounds."""
-
-    def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
-        """Return when one of some futures is done, or after some seconds."""
-
-    def result(self, future: Future[T], timeout: float | None = None) -> T:
-        """Wait for a future; return its result, or raise as `Future.result` does."""
-
-
-class PythonSystem:
-    """Python's own clock, threads and waits, see `System`."""
+    Attributes:
+        chance: the generator of random values such as tokens.
+        now: returns the time in seconds, on a monotonic clock that stands still while the process is stopped.
+        time: returns the seconds since the epoch.
+        current: returns the calling thread, as `start` has.
+        event, queue: return a new event, and a new queue without bounds.
+        lock: returns a new lock, which its thread may take again.
+    """
 
     time: Callable[[], float] = staticmethod(time.time)
     current = staticmethod(threading.current_thread)
-    event, queue = threading.Event, queue.SimpleQueue
+    event, queue = threading.Event, SimpleQueue
     lock = staticmethod(threading.RLock)  # a function of Python's, which would be a method here
 
     def __init__(self) -> None:
@@ -210,25 +119,25 @@ class PythonSystem:
         time.sleep(seconds)
 
     def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
-        """Start a thread; with the first one, that of the clock."""
+        """Start a thread that runs a function; RuntimeError if the interpreter is ending."""
         self._clock.follow(_start_daemon)
-        thread = threading.Thread(target=body, name=name, daemon=daemon)
+        thread = Thread(target=body, name=name, daemon=daemon)
         thread.start()
         return thread
 
     def begin(self, body: Callable[[], object]) -> None:
-        """Start a thread as the C code does."""
+        """Start a thread without a handle and without taking a lock, for signal handlers and garbage collection."""
         _thread.start_new_thread(body, ())
 
     def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
-        """Wait for a future of several."""
+        """Return when one of some futures is done, or after some seconds."""
         until = self.now() + seconds
         while futures and not wait(futures, max(until - self.now(), 0.0), FIRST_COMPLETED).done:
             if self.now() >= until:  # else the process was stopped meanwhile
                 return
 
     def result(self, future: Future[T], timeout: float | None = None) -> T:
-        """Wait for a future."""
+        """Wait for a future; return its result, or raise as `Future.result` does."""
         if timeout is not None:
             self.wait([future], timeout)
         return future.result(timeout if timeout is None else 0)
@@ -236,10 +145,10 @@ class PythonSystem:
 
 def _start_daemon(body: Callable[[], object], name: str) -> None:
     """Start a thread that ends with the process."""
-    threading.Thread(target=body, name=name, daemon=True).start()
+    Thread(target=body, name=name, daemon=True).start()
 
 
-_used: System = PythonSystem()
+_used = System()
 
 
 def system() -> System:

@@ -7,12 +7,13 @@ import contextvars
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from steepest.core.engine.present_gpu import choose_gpu, chosen_gpu
-from steepest.core.system import Queue, system
+from steepest.core.system import system
 from steepest.core.tensors.allocator import keeps_here, start_thread
 from steepest.core.transport.router import runs_in_turn
 
@@ -50,8 +51,8 @@ class Turns:
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.ended: Ended | None = None
         self._function = function
-        self._given: Queue[Any] = system().queue()
-        self._asked: Queue[Any] = system().queue()
+        self._given: SimpleQueue[Any] = system().queue()
+        self._asked: SimpleQueue[Any] = system().queue()
         self._body, self._name = functools.partial(contextvars.copy_context().run, self._run), name
         self._begun = False
         self._ident: int | None = None  # of the function's thread, once that runs

@@ -7,9 +7,10 @@ import math
 import queue
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
-from steepest.core.system import Queue, system
+from steepest.core.system import system
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class Answer(Generic[T]):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a result, for `timeout` seconds at most; return whether there is one."""
         if not self.done():
-            woken: Queue[Any] = system().queue()
+            woken: SimpleQueue[Any] = system().queue()
             self.add_done_callback(woken.put)
             until = math.inf if timeout is None else system().now() + timeout
             while not self.done() and (left := until - system().now()) > 0:

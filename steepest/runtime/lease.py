@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
+from threading import Event
 from typing import Any
 
-from steepest.core.system import ThreadEvent, system
+from steepest.core.system import system
 from steepest.runtime.job_runtime import runtime
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class DriverLease:
                 log.debug("the lease of a process is not renewed: %s", error)
 
 
-def wait_for_silence(word: ThreadEvent, seconds: float) -> None:
+def wait_for_silence(word: Event, seconds: float) -> None:
     """Return when `word` was not set for `seconds`, or a tenth longer.
 
     The time is divided into several waits, all of which must pass in vain. A process that was stopped

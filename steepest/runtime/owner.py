@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from steepest.core.system import Queue, Thread, system
+from steepest.core.system import system
 from steepest.errors import ShutdownError
 from steepest.runtime.answers import Answer
 from steepest.runtime.job_runtime import runtime
@@ -79,7 +81,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.look: Callable[[], float] = lambda: 1.0
-        self._queue: Queue[Request | None] = system().queue()
+        self._queue: SimpleQueue[Request | None] = system().queue()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._level = Moment.FREE  # the rarest moment of requests that may run at the present wait

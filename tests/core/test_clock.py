@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 
-from steepest.core.system import MOST_SECONDS, PythonSystem, RunningClock
+from steepest.core.system import MOST_SECONDS, RunningClock, System
 
 
 class Seconds:
@@ -63,7 +63,7 @@ def test_a_thread_beats_once_in_a_process() -> None:
 
 
 def test_the_clock_of_a_process_has_its_thread_as_soon_as_another_is_started() -> None:
-    PythonSystem().start(lambda: None, "any").join()
+    System().start(lambda: None, "any").join()
     assert "steepest clock" in {thread.name for thread in threading.enumerate()}
 
 
@@ -92,7 +92,7 @@ def test_a_forked_child_without_the_thread_counts_all_time() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-class Hasty(PythonSystem):
+class Hasty(System):
     """A system whose clock goes on by a second each time that it is looked at."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from steepest import (
     TorchModel,
 )
 from steepest.core.messages.message import Peer, server_peer, worker_peer
-from steepest.core.system import Thread
 from steepest.runtime.cluster import Cluster
 from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train
 from tests.living import places_of

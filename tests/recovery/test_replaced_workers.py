@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch import nn
 
 from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepResult
 from steepest.core.messages.message import worker_peer
-from steepest.core.system import Thread
 from steepest.errors import ConfigurationError
 from steepest.runtime.job_runtime import runtime
 from steepest.testing import InProcessCluster, replay

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +51,7 @@ from steepest.core.messages.snapshots import (
 )
 from steepest.core.optim.portable import Record
 from steepest.core.status import Status
-from steepest.core.system import Queue, system
+from steepest.core.system import system
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import (
     ConfigurationError,
@@ -118,7 +119,7 @@ class Client:
     ) -> None:
         # RESULT, FAILURE, WORKER_LOST and DIFFERENCE, the loss of a peer, or that a request for steps was refused, in
         # the order of events, for any thread
-        self.outcomes: Queue[Outcome] = system().queue()
+        self.outcomes: SimpleQueue[Outcome] = system().queue()
         self.on_outcome: Callable[[], None] = lambda: None  # called after each is added
         # the newest generation and version that the client has heard of
         self.position = Position(0, 0)

@@ -12,13 +12,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from threading import Thread
 from typing import Protocol, TypeVar
 
 from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.permissions import MessageCheck
 from steepest.core.messages.snapshots import Refused
 from steepest.core.status import Status
-from steepest.core.system import Thread, system
+from steepest.core.system import system
 from steepest.core.tensors.memory import Memory, clone
 from steepest.core.transport.channel import Channel, Transport, TransportEvent, overlap
 from steepest.errors import ProtocolError, ShutdownError, SteepestError, describe_stack

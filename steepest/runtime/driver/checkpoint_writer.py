@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
-from steepest.core.system import Queue, system
+from steepest.core.system import system
 from steepest.data.storage.blocks import Progress
 from steepest.data.storage.places import place_of
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
@@ -63,7 +64,7 @@ class _Writing:
                 self.then()
 
 
-def _do_each(works: Queue[_Writing | None]) -> None:
+def _do_each(works: SimpleQueue[_Writing | None]) -> None:
     """Carry out one write after the other, until None comes."""
     while True:
         work = works.get()
@@ -88,12 +89,12 @@ class Writer:
         self._patience = patience
         self._clock = clock or system().now
         self._work: _Writing | None = None
-        self._works: Queue[_Writing | None] | None = None  # while a thread serves it
+        self._works: SimpleQueue[_Writing | None] | None = None  # while a thread serves it
 
-    def _served(self) -> Queue[_Writing | None]:
+    def _served(self) -> SimpleQueue[_Writing | None]:
         """Return the queue of the thread, which is started if there is none."""
         if self._works is None:
-            works: Queue[_Writing | None] = system().queue()
+            works: SimpleQueue[_Writing | None] = system().queue()
             try:
                 system().start(partial(_do_each, works), "steepest-keeping")
                 self._works = works

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from steepest.core.engine.client import Client, Outcome, Position
 from steepest.core.engine.step_errors import raise_step_error
 from steepest.core.messages.driver import AuditDifference, Failure, Result, WorkerLost
 from steepest.core.messages.message import Peer
-from steepest.core.system import Queue, system
+from steepest.core.system import system
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
@@ -67,7 +68,7 @@ class StepRun:
     # steps of earlier calls; the caller is not told of them where they are taken again
     before: int = 0
     # for the caller; None when the run has ended
-    results: Queue[StepResult | None] = field(default_factory=lambda: system().queue())
+    results: SimpleQueue[StepResult | None] = field(default_factory=lambda: system().queue())
     handed_on: int = 0  # results
     told: int = 0  # of them, taken by the caller
     given_up: bool = False  # whether the caller takes no more

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from steepest.core.system import PythonSystem, system
+from steepest.core.system import System, system
 from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, DataPlaneError, DeadlineError
 from steepest.strategies.process_groups.group import (
@@ -180,7 +181,7 @@ class TorchGroup(ProcessGroup):
     def __init__(self, place: GroupPlace, ways: Ways, backend: Backend) -> None:
         self._place, self._ways, self._backend = place, ways, backend
         self._programs: deque[Program] = deque()
-        self._signals = system().queue()  # an item says: look again
+        self._signals: SimpleQueue[None] = system().queue()  # an item says: look again
         self._ended = system().event()
         self._doing = "the members meet"
         self._threads = torch.get_num_threads()
@@ -351,7 +352,7 @@ def check_process(plane: str, router: Router) -> None:
     """Check that a process can have threads of torch's, and does not encrypt; ConfigurationError names the plane."""
     transport = router.transport
     simulated = transport is not None and transport.listens_at is None
-    if simulated or not isinstance(system(), PythonSystem):
+    if simulated or not isinstance(system(), System):
         raise ConfigurationError(
             f'data_plane="{plane}" in a simulation: it waits in threads of the operating system; use '
             "steepest.testing.groups.SimulatedGroups, or leave data_plane= out"
