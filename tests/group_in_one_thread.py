@@ -25,12 +25,8 @@ from steepest.parameter_server.pusher import Pusher
 from steepest.runtime.chunk_transfer import RetainedChunks
 from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import Link, Network, server_peers
-from steepest.testing.inspection import (
-    pushes_of,
-    role_of,
-    unanswered,
-    undecided,
-)
+from steepest.testing.inspection import pushes_of, unanswered, undecided
+from tests.inside import role_of
 
 T = TypeVar("T")
 FIRST = 100  # index of the first user

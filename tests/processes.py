@@ -25,7 +25,7 @@ from steepest.errors import PeerLostError
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import host_server
-from steepest.testing.inspection import channels_of, unsent_of, weight_buffers_of
+from tests.inside import channels_of, unsent_of, weight_buffers_of
 
 SECONDS = 60.0
 TOKEN = b"correct horse battery staple"

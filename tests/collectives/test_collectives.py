@@ -17,7 +17,7 @@ from steepest import collectives
 from steepest.core.tensors.shared_memory import AVAILABLE
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.strategies.collectives import shared_memory_reduce
-from steepest.testing.inspection import weight_buffers_of
+from tests.inside import weight_buffers_of
 from tests.members import Member, group_of, pattern, together, torch_groups, wire_group
 
 SIZES = [1, 2, 3]

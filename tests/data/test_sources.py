@@ -25,9 +25,9 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.inspection import replicas_of
 from tests.counted_streams import BATCH, LENGTH, Recorded, counting
 from tests.deaths import kill_senders
+from tests.inside import replicas_of
 from tests.reference import difference, same_bits, samples, sgd
 
 ASYNC = ParameterServerStrategy(mode="async")

@@ -22,7 +22,6 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.inspection import replicas_of
 from tests.engine.equivalence_tasks import (
     TASKS,
     Sometimes,
@@ -32,6 +31,7 @@ from tests.engine.equivalence_tasks import (
     weighted_mse,
     weighted_samples,
 )
+from tests.inside import replicas_of
 from tests.modes import EACH, MODES, Moody, check, make, shares, trained
 from tests.pairs import grid
 from tests.random_examples import seeds

@@ -18,7 +18,7 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
-from steepest.testing.inspection import replicas_of
+from tests.inside import replicas_of
 from tests.modes import trained
 from tests.reference import Weights, same_bits, samples, sgd, snapshot
 

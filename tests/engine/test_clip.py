@@ -21,7 +21,6 @@ from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.inspection import gradient_of
 from tests.engine.equivalence_tasks import (
     TASKS,
     Sometimes,
@@ -31,6 +30,7 @@ from tests.engine.equivalence_tasks import (
     weighted_mse,
     weighted_samples,
 )
+from tests.inside import gradient_of
 from tests.modes import EACH, MODES, Moody, check, make, serial, trained
 from tests.own_rules import PairsStrategy
 from tests.pairs import grid

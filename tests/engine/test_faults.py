@@ -26,7 +26,7 @@ from steepest.core.models.torch import TorchModel
 from steepest.errors import PeerLostError
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.testing.inspection import buffers_of
+from tests.inside import buffers_of
 from tests.random_examples import SEEDS, runs, seeds
 from tests.reference import Task, Weights, same_bits, samples, sgd
 

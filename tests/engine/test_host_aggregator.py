@@ -24,8 +24,8 @@ from steepest.core.messages.message import (
 from steepest.errors import ProtocolError
 from steepest.strategies.aggregation.host_aggregator import HostAggregator
 from steepest.testing import InProcessCluster
-from steepest.testing.inspection import replicas_of
 from tests.group_in_one_thread import twice
+from tests.inside import replicas_of
 from tests.modes import Moody, check, make, settle, trainable, trained
 from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd

@@ -16,7 +16,7 @@ from steepest import LocalStrategy
 from steepest.core.engine.host_copies import HostCopies, copies_for
 from steepest.core.messages.driver import Failure
 from steepest.testing import InProcessCluster
-from steepest.testing.inspection import replicas_of
+from tests.inside import replicas_of
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
 

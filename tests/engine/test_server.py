@@ -24,7 +24,7 @@ from steepest.core.messages.snapshots import InstallPut, Put, PutState
 from steepest.core.messages.users import UserLeft
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ProtocolError
-from steepest.testing.inspection import buffers_of
+from tests.inside import buffers_of
 
 CLIENT = Peer("client", 100)
 #: two trainable chunks of 16 bytes each, and a frozen one

@@ -19,7 +19,7 @@ from steepest.core.engine.step_waits import (
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer
 from steepest.core.transport.router import Router
 from steepest.errors import PeerLostError, ShutdownError
-from steepest.testing.inspection import replicas_of
+from tests.inside import replicas_of
 from tests.modes import make
 from tests.reference import Task, sgd
 from tests.said import said

@@ -20,11 +20,11 @@ from steepest.core.messages.driver import Failure
 from steepest.core.tensors.memory import fill
 from steepest.strategies.process_groups.extension import ProcessGroups
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.inspection import replicas_of
 from tests import own_loops
 from tests.core.models import struck
 from tests.gpu import models, strict_device
 from tests.group_members import weights
+from tests.inside import replicas_of
 from tests.jobs_on_processes import trained as trained_on_processes
 from tests.modes import Moody, check, make, trained
 from tests.own_loop_runs import Kills

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from steepest.core.messages.message import Kind, Message
 from steepest.errors import NonFiniteError, PeerLostError, ShutdownError
-from steepest.testing.inspection import buffers_of, remembered_by
 from tests.group_in_one_thread import (
     FIRST,
     OPTIMIZERS,
@@ -28,6 +27,7 @@ from tests.group_in_one_thread import (
     values,
     zeros,
 )
+from tests.inside import buffers_of, remembered_by
 from tests.random_examples import SEEDS, runs
 from tests.said import said
 

@@ -26,8 +26,8 @@ from steepest.data.storage.files import storage_of
 from steepest.data.storage.places import place_of
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster
-from steepest.testing.inspection import replicas_of
 from tests.deaths import kill_senders
+from tests.inside import replicas_of
 from tests.reference import sgd
 
 arrow = pytest.importorskip("pyarrow")

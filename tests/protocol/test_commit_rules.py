@@ -28,7 +28,8 @@ from steepest.core.protocol.push_tracking import (
 )
 from steepest.core.protocol.sample_leases import Leases, Ledger
 from steepest.strategies.rounds import CommitQuorum
-from steepest.testing.inspection import ranges_of, remembered_by, undecided
+from steepest.testing.inspection import undecided
+from tests.inside import ranges_of, remembered_by
 from tests.random_examples import examples
 from tests.step_calls import library_calls
 

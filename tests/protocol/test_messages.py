@@ -27,7 +27,7 @@ from steepest.core.messages.message import (
 from steepest.core.messages.permissions import MessageCheck
 from steepest.core.transport.router import Router
 from steepest.testing import InProcessCluster, replay, server_peers
-from steepest.testing.inspection import buffers_of
+from tests.inside import buffers_of
 from tests.modes import (
     EACH,
     GROUPED,

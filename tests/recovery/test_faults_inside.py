@@ -19,7 +19,7 @@ from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import PeerLostError
 from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import Fault, InProcessCluster, Moment, processes, replay, with_faults
-from steepest.testing.inspection import exchange_of
+from tests.inside import exchange_of
 from tests.modes import make, mode, salvaged_weights, trainable, trained
 from tests.reference import Task, Weights, same_bits, samples, sgd
 

@@ -14,7 +14,7 @@ from steepest.core.engine.shared_state import SharedState
 from steepest.errors import ConfigurationError
 from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.inspection import log_of
+from tests.inside import log_of
 from tests.modes import MODES, as_replayed, check, make, salvaged_weights, settle, trained
 from tests.random_examples import seeds
 from tests.reference import Task, same_bits, samples, sgd

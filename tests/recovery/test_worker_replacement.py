@@ -18,8 +18,8 @@ from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.core.models.torch import TorchModel
 from steepest.errors import PeerLostError
 from steepest.testing import InProcessCluster
-from steepest.testing.inspection import replicas_of
 from tests.deaths import TASK, doomed
+from tests.inside import replicas_of
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.random_examples import seeds
 from tests.reference import same_bits, samples

@@ -31,8 +31,8 @@ from steepest.tables.rows.gradients import RowGradients
 from steepest.tables.rows.row_optimizers import SGD
 from steepest.tables.rows.table import Table
 from steepest.testing import Fault, InProcessCluster, replay
-from steepest.testing.inspection import exchange_of
 from tests.fuzzing import Recorder
+from tests.inside import exchange_of
 from tests.reference import same_bits
 from tests.said import heard
 from tests.table_tasks import installable
