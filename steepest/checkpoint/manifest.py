@@ -124,7 +124,7 @@ _Width = Annotated[int, Meta(ge=1)]
 _Numbers = dict[str, float | bool]  # as a loss may be: NaN and infinity, too
 
 
-class _File(msgspec.Struct):
+class _ManifestFile(msgspec.Struct):
     """A file of the checkpoint; its name is checked beside."""
 
     name: str
@@ -133,7 +133,7 @@ class _File(msgspec.Struct):
     shards: list[_Count] = []
 
 
-class _Evaluation(msgspec.Struct, forbid_unknown_fields=True):
+class _SavedEvaluation(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of an `EvaluationResult`."""
 
     loss: float
@@ -143,7 +143,7 @@ class _Evaluation(msgspec.Struct, forbid_unknown_fields=True):
     epoch: _Count | None = None
 
 
-class _Result(_Evaluation, forbid_unknown_fields=True, kw_only=True):
+class _SavedResult(_SavedEvaluation, forbid_unknown_fields=True, kw_only=True):
     """The fields of a `StepResult`."""
 
     step: _Count
@@ -154,7 +154,7 @@ class _Result(_Evaluation, forbid_unknown_fields=True, kw_only=True):
     learning_rate: list[float] = []
 
 
-class _Base(msgspec.Struct, forbid_unknown_fields=True):
+class _SavedBase(msgspec.Struct, forbid_unknown_fields=True):
     """A checkpoint in the same directory, see `files.BaseLink`."""
 
     name: Annotated[str, Meta(pattern=r"\A[0-9]{6,}-step-[0-9]+\Z")]
@@ -162,7 +162,7 @@ class _Base(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _is_file(kind: str, value: Any) -> bool:
-    return _fits(value, _File) and bool(
+    return _fits(value, _ManifestFile) and bool(
         re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", value["name"], re.ASCII)
     )
 
@@ -193,7 +193,7 @@ _OPTIONAL: dict[str, Any] = {
     "begun": list[tuple[_Count, _Count | list[_Count] | None]],
     "updates": _Step,
     "ends": list[_Step],
-    "base": _Base,
+    "base": _SavedBase,
     # name, dimension, dtype, optimizer, group
     "tables": list[tuple[str, _Width, str, str, int]],
     # the fields of a `ShardMark`; the last is -1 where a shard's rows are all there
@@ -208,9 +208,9 @@ _OPTIONAL: dict[str, Any] = {
     "replicated": list[tuple[str, _Width, str, str, str]],
     "unfrozen": list[str],
     "rates": list[Annotated[float, Meta(ge=0, le=sys.float_info.max)]] | None,
-    "evaluations": list[_Evaluation],
+    "evaluations": list[_SavedEvaluation],
     "ended_early": list[tuple[_Step, _Step]],
-    "result": _Result | None,
+    "result": _SavedResult | None,
     "runs": dict[str, str],
     "behind": dict[str, _Count],
 }
