@@ -73,7 +73,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--seed", type=int, default=0, help="of weights, order of samples and random state"
     )
     parser.add_argument("--csv", metavar="FILE", help="write all rows, in SI units")
-    parser.add_argument("--png", metavar="FILE", help="write a picture")
     plan_tables.add_options(parser)
     parser.set_defaults(call=run)
 
@@ -92,11 +91,11 @@ def run(options: argparse.Namespace) -> int:
     for name in ("servers", "devices", "batches"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigurationError(f"--{name} {value}: give a number from 1 on")
-    outputs = {kind: Path(value) for kind in ("csv", "png") if (value := getattr(options, kind))}
-    for kind, path in outputs.items():
-        if path.suffix.lower() != f".{kind}":
-            raise ConfigurationError(f"--{kind} {path}: give a name that ends with .{kind}")
-    check_outputs(list(outputs.values()))
+    csv = None if options.csv is None else Path(options.csv)
+    if csv is not None:
+        if csv.suffix.lower() != ".csv":
+            raise ConfigurationError(f"--csv {csv}: give a name that ends with .csv")
+        check_outputs([csv])
     script = script_of(options)
     from steepest.cli.planning.forecast import as_text, in_words
     from steepest.cli.planning.plan import plan
@@ -124,12 +123,9 @@ def run(options: argparse.Namespace) -> int:
     if forecast.rows:
         sys.stdout.write(as_text(forecast.table()))
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in forecast.advice()))
-    if "csv" in outputs:
-        write_whole(outputs["csv"], forecast.csv().encode())
-    if "png" in outputs:
-        write_whole(outputs["png"], forecast.picture(script.name))
-    for path in outputs.values():
-        sys.stdout.write(f"{path}\n")
+    if csv is not None:
+        write_whole(csv, forecast.csv().encode())
+        sys.stdout.write(f"{csv}\n")
     return 0 if forecast.rows else 1
 
 

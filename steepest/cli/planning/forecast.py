@@ -1,4 +1,4 @@
-"""The result of a plan: a row for each strategy and number of workers, as a table, in words, as CSV, as a picture."""
+"""The result of a plan: a row for each strategy and number of workers, as a table, in words, as CSV."""
 
 from __future__ import annotations
 
@@ -24,23 +24,18 @@ _HEAD = (
     "sent a sample",
 )
 _COLUMNS = (
-    *(
-        "strategy",
-        "workers",
-        "servers",
-        "step_seconds",
-        "samples_per_second",
-        "ideal_samples_per_second",
-    ),
-    *(
-        "efficiency",
-        "computing",
-        "bytes_sent_per_sample",
-        "bandwidth_bytes_per_second",
-        "latency_seconds",
-    ),
+    "strategy",
+    "workers",
+    "servers",
+    "step_seconds",
+    "samples_per_second",
+    "ideal_samples_per_second",
+    "efficiency",
+    "computing",
+    "bytes_sent_per_sample",
+    "bandwidth_bytes_per_second",
+    "latency_seconds",
 )
-_MARKERS = "osD^vpX*"
 _HALF = 0.5  # of the ideal, to be told
 _CHUNK_UNIT = 1 << 16  # bytes, of which an advised size is a multiple
 _LEAST_CHUNK = 1 << 19  # bytes of an advised chunk, unless servers would have none
@@ -237,42 +232,6 @@ class Forecast:
                 ]
             )
         return text.getvalue()
-
-    def picture(self, title: str = "") -> bytes:
-        """Return samples a second against workers, beside the ideal, as a PNG; ImportError without matplotlib."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
-        figure.suptitle(title)
-        speed, share = figure.subplots(1, 2)
-        counts = sorted({row.workers for row in self.rows})
-        speed.plot(
-            counts, [count * self.alone for count in counts], "--", color="0.6", label="ideal"
-        )
-        for number, name in enumerate(self.strategies):
-            rows = self.of(name)
-            at = [row.workers for row in rows]
-            # lines may lie on each other: the later, the thinner and smaller
-            weight = 1 - number / (len(self.strategies) + 1)
-            drawn = {
-                "marker": _MARKERS[number % len(_MARKERS)],
-                "markersize": 3 + 6 * weight,
-                "linewidth": 0.8 + 3 * weight,
-                "fillstyle": "none",
-            }
-            speed.plot(at, [row.samples_per_second for row in rows], label=name, **drawn)
-            share.plot(at, [100 * self.efficiency(row) for row in rows], **drawn)
-        for axes in (speed, share):
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("workers")
-            axes.set_xticks(counts, [f"{count:,}" for count in counts])
-            axes.grid(alpha=0.3)
-        speed.set(ylabel="samples per second", yscale="log")
-        share.set(ylabel="% of the ideal", ylim=(0, 105))
-        speed.legend(fontsize=8)
-        held = io.BytesIO()
-        figure.savefig(held, format="png", dpi=120)
-        return held.getvalue()
 
 
 def in_words(seconds: float) -> str:
