@@ -25,11 +25,11 @@ def recall(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def rmse(output: torch.Tensor, target: torch.Tensor) -> float:
-    return float((output[:, 0] - target).square().mean().sqrt())
+    return float((output.detach()[:, 0] - target).square().mean().sqrt())
 
 
 def bias(output: torch.Tensor, target: torch.Tensor) -> float:
-    return float((output[:, 0] - target).mean())
+    return float((output.detach()[:, 0] - target).mean())
 
 
 def of_ten(output: torch.Tensor, target: torch.Tensor) -> float:
