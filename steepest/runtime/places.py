@@ -101,6 +101,12 @@ def processor_use(pid: int) -> tuple[float, bool] | None:
     return seconds, any(map(_is_runnable, Path(f"/proc/{pid}/task").glob("*/stat")))
 
 
+def show_command(name: str) -> None:
+    """Show this process in `top` under a name of up to 15 characters; nothing happens where there is no /proc."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
 def processor_wait() -> float:
     """Return the seconds for which this process' threads that live have waited for a processor; 0 if it is unknown."""
     waited = 0

@@ -18,6 +18,7 @@ import ray
 
 from steepest.core.config.run import environment_variable
 from steepest.errors import ConfigurationError
+from steepest.runtime.places import show_command
 from steepest.runtime.prefork import worker_start
 from steepest.runtime.prefork.template import TESTED
 from steepest.runtime.worker_output import PrintedLines
@@ -208,11 +209,7 @@ def name_process(name: str) -> None:
         log.warning("processes have no names: %s", error)
         return
     show(f"ray::{name}")
-    with (
-        contextlib.suppress(OSError),
-        open(f"/proc/{os.getpid()}/comm", "w") as file,
-    ):  # on Linux alone
-        file.write(f"ray::{name.removeprefix('steepest ')}")
+    show_command(f"ray::{name.removeprefix('steepest ')}")
     for stream in (sys.stdout, sys.stderr):  # Ray's log monitor names the lines that follow
         stream.write(f"{prefix}{name}\n")
         stream.flush()

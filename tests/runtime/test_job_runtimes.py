@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,7 @@ def test_a_signal_is_named_and_all_that_was_printed_is_there(
         group = here.ask([{"CPU": 1.0}], "PACK")
         process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
         stays, pid = here.call(process, "stay"), here.call(process, "pid").get(SECONDS)
+        assert Path(f"/proc/{pid}/comm").read_text() == "steepest:w1\n"
         here.call(process, "say", "first").get(SECONDS)
         here.show_output([process])
         assert capsys.readouterr().out == "[worker 1] first\n"

@@ -17,6 +17,7 @@ from steepest.runtime.job_runtime import CallRaisedError, UnreadableError, use
 from steepest.runtime.machine.notice import Notice
 from steepest.runtime.machine.parcels import Frames, Parcel, ParcelCall, opened, packed
 from steepest.runtime.machine.runtime import MachineRuntime
+from steepest.runtime.places import show_command
 
 
 def serve(sock: socket.socket, name: str, notice: Notice) -> None:
@@ -29,11 +30,17 @@ def serve(sock: socket.socket, name: str, notice: Notice) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     frames = Frames(sock)
     answers: queue.SimpleQueue[tuple[Any, Parcel | None]] = queue.SimpleQueue()
-    use(MachineRuntime(lambda called: answers.put((("named", called), None)), notice))
+
+    def show(called: str) -> None:
+        _show_in_top(called)
+        answers.put((("named", called), None))
+
+    use(MachineRuntime(show, notice))
     coming: queue.SimpleQueue[tuple[int, Parcel]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(frames, coming), daemon=True).start()
     threading.Thread(target=_send, args=(frames, answers), daemon=True).start()
     threading.current_thread().name = name
+    _show_in_top(name)
     _, made = coming.get()
     try:
         body_type, arguments, calls = opened(made)
@@ -46,6 +53,12 @@ def serve(sock: socket.socket, name: str, notice: Notice) -> None:
     while True:
         number, request = coming.get()
         pool.submit(_run, body, number, request, answers)
+
+
+def _show_in_top(name: str) -> None:
+    """Show "steepest worker 12", which is longer than the kernel's 15 characters, as "steepest:w12"."""
+    role, _, number = name.removeprefix("steepest ").partition(" ")
+    show_command(f"steepest:{role[0]}{number}" if number else f"steepest:{role}")
 
 
 def _values(arguments: tuple[Any, ...]) -> list[Any]:
