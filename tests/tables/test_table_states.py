@@ -95,9 +95,9 @@ def test_a_state_of_other_tables_is_refused() -> None:
     push(shard, [1], 1)
     state = shard.export()
     for other, said in [
-        (table(dim=5), r"rows of 4 values and 0 slots: .* dimension 5 and 0 slots"),
-        (table(optimizer=Adagrad()), r"dimension 4 and 4 slots; load it into tables of the same"),
-        (table(dtype="float64"), "a state of float32 rows .*: these tables are of float64"),
+        (table(dim=5), r"a state of 4 values and 0 slots .* for tables of 5 and 0"),
+        (table(optimizer=Adagrad()), "for tables of 4 and 4"),
+        (table(dtype="float64"), "of float32 a row, for tables of 4 and 0 of float64"),
     ]:
         with pytest.raises(ConfigurationError, match=said):
             TableShard([other]).load([state], 1)

@@ -21,7 +21,6 @@ from steepest.tables.rows.cut import RowCut
 from steepest.tables.rows.dealing import Dealing
 from steepest.tables.rows.shard import TableShard
 from steepest.tables.rows.state import TableState
-from steepest.tables.rows.state_checks import require_possible
 from steepest.validation import require_count
 
 log = logging.getLogger(__name__)
@@ -178,17 +177,11 @@ class TableChunk(HeldChunk):
         try:
             mark = ShardMark.of(pieces.get(0, {}))
             shard = self._dealing.make(self.chunk.index, require_count("seed", mark.seed, 0))
-            shard.load(self._checked(pieces, mark.updates), mark.updates, mark.clock)
+            states = (state_of(pieces[begin]) for begin in sorted(pieces))
+            shard.load(states, mark.updates, mark.clock)
         except (CheckpointError, ConfigurationError) as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
         return shard
-
-    def _checked(self, pieces: _Pieces, version: int) -> Iterator[TableState]:
-        """Yield pieces in order; ConfigurationError: one has rows that there cannot be."""
-        for begin in sorted(pieces):
-            piece = state_of(pieces[begin])
-            require_possible(piece, self._tables, version)
-            yield piece
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
         """Check that a record stands for this shard; ProtocolError otherwise: rows themselves come by no message."""

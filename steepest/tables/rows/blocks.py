@@ -74,11 +74,6 @@ class Blocks:
     def __len__(self) -> int:
         return self.top - self.freed
 
-    @property
-    def room(self) -> int:
-        """For how many more rows there is room."""
-        return self._capacity() - len(self)
-
     def _capacity(self) -> int:
         return min(memory.capacity for memory in (self.store.memory, *self._known))
 

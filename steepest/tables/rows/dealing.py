@@ -109,11 +109,6 @@ class Dealing:
         return TableShard(self.groups[group], shard=shard, num_shards=self.num_shards, seed=seed)
 
     @cached_property
-    def ends(self) -> list[bool]:
-        """By group, whether rows of one of its tables have a time to live: then pushes say which."""
-        return [any(table.life for table in group) for group in self.groups]
-
-    @cached_property
     def push_form(self) -> PushForm:
         """How gradients of rows of all groups travel as one push."""
         return PushForm([GroupForm(group, self.seed) for group in self.groups])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.rows.blocks import FREE, Blocks
 from steepest.tables.rows.kernels import Floats, Int32s, Int64s, inlined, kernel, read_only
 from steepest.tables.rows.memory import Reserved
+from steepest.tables.rows.state import TableState
 from steepest.validation import require_count, require_positive
 
 _LONGEST = 2**30  # updates
@@ -154,22 +155,6 @@ def _take(size: int, version: int, heap: Heap, taken: Int32s) -> int:
     return size
 
 
-class HasUses(Protocol):
-    """Rows with how they are used, as arrays; `Blocks` and `TableState` are such."""
-
-    @property
-    def written(self) -> Int64s:
-        """The version that wrote each row last."""
-
-    @property
-    def sightings(self) -> Int32s:
-        """How often each row's id was in a push."""
-
-    @property
-    def scores(self) -> Int64s | None:
-        """See `steepest.tables.rows.scores`."""
-
-
 class Use:
     """The rows of one full table by use: exact LRU or LFU, in 12 bytes a row.
 
@@ -182,7 +167,7 @@ class Use:
         self._keys, self._numbers = Reserved(capacity, np.int64), Reserved(capacity, np.int32)
         self._size = 0
 
-    def of_state(self, rows: HasUses) -> npt.NDArray[np.integer]:
+    def of_state(self, rows: Blocks | TableState) -> npt.NDArray[np.integer]:
         """Return by what rows are compared: those with the least go first, of equal ones the least id."""
         if isinstance(self._policy, LRU):
             return rows.written

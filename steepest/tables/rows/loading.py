@@ -10,14 +10,13 @@ import numpy as np
 
 from steepest.errors import ConfigurationError
 from steepest.tables.rows.admission import Admission
-from steepest.tables.rows.checks import require_keys
 from steepest.tables.rows.hashing import deal, shard_of
 from steepest.tables.rows.kernels import Int32s, Int64s
 from steepest.tables.rows.row_optimizers import RowOptimizer
 from steepest.tables.rows.shard_rows import Removals, ShardRows
 from steepest.tables.rows.spread import Spread
 from steepest.tables.rows.state import TableState, appended
-from steepest.tables.rows.state_checks import require_distinct
+from steepest.tables.rows.state_checks import require_distinct, require_possible
 from steepest.validation import require_count
 
 
@@ -42,15 +41,15 @@ class LoadingRows(ShardRows):
             clock: of that state, in seconds since the epoch; 0 if it is not known.
 
         Raises:
-            ConfigurationError: the state is of other tables, has an id twice, or a table has more rows than its
-                capacity and evicts none; nothing has changed.
+            ConfigurationError: the state is of other tables, cannot be one, see `require_possible`, has an id twice, or
+                a table has more rows than its capacity and evicts none; nothing has changed.
         """
         require_count("version", version, 0)
         before = vars(self).copy()
         try:
             self.begin_load(version, clock)
             for state in states:
-                self._require_state(state)
+                require_possible(state, self._tables, version)
                 mine, counted = (
                     shard_of(tables, ids, self._spread) == self._shard
                     for tables, ids in (
@@ -140,18 +139,6 @@ class LoadingRows(ShardRows):
         self._remove(numbers[least[least < len(numbers)]], self.version)
         use.forget_free(self._blocks)
         return piece.only(kept, slice(None))
-
-    def _require_state(self, state: TableState) -> None:
-        """Check that a state has the form of these tables; ConfigurationError otherwise."""
-        slots = self._optimizer.slots(self.dim)
-        shapes = state.values.shape[1:], state.slots.shape[1:]
-        if shapes != ((self.dim,), (slots,)) or state.values.dtype != self.dtype:
-            raise ConfigurationError(
-                f"a state of {state.values.dtype} rows of {shapes[0][0]} values and {shapes[1][0]} slots: "
-                f"these tables are of {self.dtype}, dimension {self.dim} and {slots} slots; load it into "
-                "tables of the same dtype, dimension and optimizer"
-            )
-        require_keys(state.tables, state.ids, self._names)
 
 
 def dealt(piece: TableState, spread: Spread) -> Iterator[tuple[int, TableState]]:

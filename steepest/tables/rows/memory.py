@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,22 @@ class Reserved:
                 f"{self.capacity * self._row:,} bytes of address space. Set a table's capacity, "
                 "use more servers, or allow more (sysctl vm.overcommit_memory, ulimit -v)"
             )
+
+
+class RowRoom:
+    """The room for rows in memory and on disk, as `Reserved` has it."""
+
+    def __init__(self, capacity: int, require: Callable[[int], None]) -> None:
+        self.capacity, self._require = capacity, require
+
+    def require(self, count: int) -> None:
+        """Check that there is room for so many rows; ResourcesError otherwise."""
+        if count > self.capacity:
+            raise ResourcesError(
+                f"no room for {count:,} rows of which some are on disk: {self.capacity:,} are the most. Set a "
+                "table's capacity, or use more servers"
+            )
+        self._require(count)
 
 
 def _reserve(size: int) -> mmap.mmap:

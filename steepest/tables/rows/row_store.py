@@ -9,7 +9,7 @@ import numpy as np
 
 from steepest.tables.rows.gradients import Bytes
 from steepest.tables.rows.kernels import Floats, Int32s, Int64s, kernel, read_only
-from steepest.tables.rows.memory import Reserved
+from steepest.tables.rows.memory import Reserved, RowRoom
 from steepest.tables.rows.row_formats import TO_NEAREST, RowFormat, as_words
 from steepest.tables.rows.row_optimizers import RowOptimizer
 
@@ -19,20 +19,11 @@ _TURN = 256  # rows that are read at once
 _PASS = 2048  # rows that are unpacked, updated and packed at once, within a processor's cache
 
 
-class HasRoom(Protocol):
-    """For how many rows there is room; `Reserved` is one."""
-
-    capacity: int
-
-    def require(self, count: int) -> None:
-        """Check that there is room for so many rows; ResourcesError otherwise."""
-
-
 class RowStore(Protocol):
     """Values and slots of rows. Numbers below 0 are of no row, and left out."""
 
     @property
-    def memory(self) -> HasRoom:
+    def memory(self) -> Reserved | RowRoom:
         """How many rows there is room for."""
 
     def gather(self, numbers: Int32s, values: Floats) -> None:

@@ -5,16 +5,15 @@ Which rows are where changes no number: rows are updated in memory alone, and li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
 
-from steepest.errors import ResourcesError
 from steepest.tables.rows.gradients import Bytes
 from steepest.tables.rows.kernels import Floats, Int32s, Int64s, kernel, read_only
-from steepest.tables.rows.memory import Reserved
+from steepest.tables.rows.memory import Reserved, RowRoom
 from steepest.tables.rows.row_formats import RowFormat
 from steepest.tables.rows.row_log import Octets, RowLog
 from steepest.tables.rows.row_optimizers import RowOptimizer
@@ -94,22 +93,6 @@ def rows_in(memory_bytes: int, form: RowFormat) -> tuple[int, int]:
     """Return for how many rows there are places in so much memory, perhaps none, and how many there must be."""
     passing = bytes_of(0, form)
     return max(memory_bytes - passing, 0) // (form.row_bytes + _PLACE_BYTES), _LEAST
-
-
-class RowRoom:
-    """The room for rows in memory and on disk, as `Reserved` has it."""
-
-    def __init__(self, capacity: int, require: Callable[[int], None]) -> None:
-        self.capacity, self._require = capacity, require
-
-    def require(self, count: int) -> None:
-        """Check that there is room for so many rows; ResourcesError otherwise."""
-        if count > self.capacity:
-            raise ResourcesError(
-                f"no room for {count:,} rows of which some are on disk: {self.capacity:,} are the most. Set a "
-                "table's capacity, or use more servers"
-            )
-        self._require(count)
 
 
 class TieredRows:
