@@ -23,8 +23,8 @@ from typing import Any
 from steepest.core.messages.message import server_peer
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.parameter_server.actor import ServerActor
-from steepest.parameter_server.servers import THREADS
-from steepest.parameter_server.succession import Succession, learn, number_of
+from steepest.parameter_server.servers import THREADS, Search
+from steepest.parameter_server.succession import Succession
 from steepest.runtime.job_runtime import Group, runtime
 from steepest.runtime.machine.parcels import Parcel, opened, packed
 from steepest.runtime.machine.runtime import MachineRuntime
@@ -235,12 +235,12 @@ def start_processes(count: int, token: bytes, identity: Identity | None) -> Mach
     return servers
 
 
-class _BoardSearch:
-    """Looks at the board of the process that replaces the servers; see `Search`."""
+class _BoardSearch(Search):
+    """Looks at the board of the process that replaces the servers."""
 
     def __init__(self, token: bytes, servers: MachineServers, name: str) -> None:
-        self._token, self._servers, self._name = token, servers, name
-        self._number = number_of(token)
+        super().__init__(token, name)
+        self._servers = servers
 
     def look(self, seconds: float) -> Succession | None:
         """Return a succession that this connection has not taken part in."""
@@ -254,8 +254,3 @@ class _BoardSearch:
         if succession.failure:
             raise PeerLostError(f"{self._name}: {succession.failure}")
         return succession
-
-    def done(self, succession: Succession) -> None:
-        """Note that the connection has taken part in a succession."""
-        self._number = succession.number
-        learn(self._token, succession)

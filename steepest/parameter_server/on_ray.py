@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.errors import PeerLostError, SteepestError
 from steepest.parameter_server.actor import ServerActor
-from steepest.parameter_server.servers import THREADS
-from steepest.parameter_server.succession import Succession, learn, number_of
+from steepest.parameter_server.servers import THREADS, Search
+from steepest.parameter_server.succession import Succession
 from steepest.runtime.job_runtime import (
     Call,
     LateError,
@@ -110,18 +110,12 @@ def start_actors(
     )
 
 
-class RaySearch:
-    """Asks all servers' actors, which keep their handles as Ray starts them again; see `Search`.
-
-    Args:
-        token: of the parameter server.
-        servers: handles of the actors.
-        name: of the parameter server in error messages.
-    """
+class RaySearch(Search):
+    """Asks all servers' actors (`servers`: their handles), which Ray starts again under the same handles."""
 
     def __init__(self, token: bytes, servers: Sequence[Any], name: str) -> None:
-        self._token, self._servers, self._name = token, tuple(servers), name
-        self._number = number_of(token)
+        super().__init__(token, name)
+        self._servers = tuple(servers)
         self._asked: dict[Call, Any] = {}  # the server, by the call
 
     def look(self, seconds: float) -> Succession | None:
@@ -162,8 +156,3 @@ class RaySearch:
                 continue
             return False
         return True
-
-    def done(self, succession: Succession) -> None:
-        """Note that the connection has taken part in a succession."""
-        self._number = succession.number
-        learn(self._token, succession)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from steepest.parameter_server.succession import Succession, learn, number_of
 from steepest.runtime.job_runtime import Call, runtime
 
 if TYPE_CHECKING:
-    from steepest.parameter_server.succession import Succession
     from steepest.runtime.places import Place
 
 THREADS = 16  # of a server's process: calls that it may answer at once
 
 
-class Search(Protocol):
-    """The search of one connection for the successors of servers; used by one thread at a time."""
+class Search(ABC):
+    """The search of one connection for the successors of servers; used by one thread at a time.
 
+    Args:
+        token: of the parameter server.
+        name: of it, in errors.
+    """
+
+    def __init__(self, token: bytes, name: str) -> None:
+        self._token, self._name = token, name
+        self._number = number_of(token)
+
+    @abstractmethod
     def look(self, seconds: float) -> Succession | None:
         """Return a succession that the connection has not taken part in, if one comes within some seconds.
 
@@ -26,6 +37,8 @@ class Search(Protocol):
 
     def done(self, succession: Succession) -> None:
         """Note that the connection has taken part in a succession."""
+        self._number = succession.number
+        learn(self._token, succession)
 
 
 class Servers(Protocol):
