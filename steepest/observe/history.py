@@ -9,11 +9,11 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, overload
 
 from steepest.core.system import system
 from steepest.errors import ConfigurationError
-from steepest.observe.delivery import Ending
+from steepest.observe.delivery import Delivery, Ending
 from steepest.observe.job_record import JobRecord
 from steepest.observe.reports import Reports
 from steepest.observe.results import EvaluationResult, Event, StepResult
@@ -28,22 +28,6 @@ class Figures(NamedTuple):
     bytes_pushed: int  # this and bytes_pulled: of gradients and of weights, in this step
     bytes_pulled: int
     seconds: float  # that this program spent training until then
-
-
-class Sink(Protocol):
-    """What is given each row, such as a logger."""
-
-    def take(self, row: Mapping[str, Any], *, old: bool) -> None:
-        """Take a row, `old` if it is of the program before. It raises nothing."""
-
-    def flush(self) -> None:
-        """Have the rows taken so far passed on soon. It raises nothing, and does not wait."""
-
-    def behind(self) -> int | None:
-        """Return the step until which all rows were passed on; None if all that were taken are."""
-
-    def close(self, how: Ending) -> None:
-        """Pass on the rows taken so far, which are the last ones; `how` tells how the run ended. It raises nothing."""
 
 
 _RESULT = tuple(field.name for field in dataclasses.fields(StepResult))  # a page asks for each row
@@ -119,7 +103,7 @@ class History(Sequence[dict[str, Any]]):
         self._cuts = 0  # how often rows were removed
         self._written = 0  # the serial of the last row in the file
         self._before = 0  # that of the last row of the program before
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, Delivery] = {}
         self._process = 0  # in which sinks follow
         self._lock = system().lock()
 
@@ -367,12 +351,12 @@ class History(Sequence[dict[str, Any]]):
             rows, cuts = self._rows[begin : begin + most], self._cuts
         return [row.as_dict() for row in rows], rows[-1].serial if rows else number, cuts
 
-    def is_followed(self, key: str, by: Sink | None = None) -> bool:
+    def is_followed(self, key: str, by: Delivery | None = None) -> bool:
         """Return whether a sink of this key is given each row; `by` asks whether it is this one."""
         sink = self._sinks.get(key)
         return sink is not None and by in (None, sink)
 
-    def follow(self, key: str, sink: Sink) -> None:
+    def follow(self, key: str, sink: Delivery) -> None:
         """Give a sink all rows that there are, and each row from now on."""
         with self._lock:
             self._take_events()
@@ -390,7 +374,7 @@ class History(Sequence[dict[str, Any]]):
                 sink.flush()
                 self._note(key, sink)
 
-    def _note(self, key: str, sink: Sink) -> None:
+    def _note(self, key: str, sink: Delivery) -> None:
         self.behind.pop(key, None)
         if (step := sink.behind()) is not None:
             self.behind[key] = step

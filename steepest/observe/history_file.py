@@ -9,10 +9,11 @@ import json
 import math
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO
 
 from steepest.data.storage.files import open_file
 from steepest.data.storage.object_storage import ObjectStorage
@@ -24,27 +25,6 @@ REPORTS = "reports.jsonl"  # of the rows of `Reports`
 _SUFFIX = ".jsonl"
 _ALL = "all"
 _TOGETHER = 1000  # lines that are decoded at once
-
-
-class HistoryRows(Protocol):
-    """Rows of a history, at `path`, that outlive the driver; JSON's missing numbers (NaN, infinities) are null."""
-
-    # A row of a step that is taken again replaces the rows of that step and of later ones, except events.
-
-    path: Any
-
-    def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
-        """Cut the rows back to a step; return those that stay (the last `newest`): those until it, and events.
-
-        Args:
-            step: the number of committed steps; 0 empties the file.
-
-        Raises:
-            OSError: the rows cannot be read or written.
-        """
-
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, and wait until they are durable; OSError: they cannot be written."""
 
 
 def history_file(folder: StoragePlace, name: str = HISTORY) -> HistoryRows:
@@ -70,34 +50,68 @@ def read_rows(folder: StoragePlace, name: str = HISTORY) -> Iterator[dict[str, A
             yield row
 
 
-class HistoryFile:
-    """A file of JSON lines, which need not exist, to which rows are appended, whole or not at all."""
+class HistoryRows(ABC):
+    """Rows of a history, at `path`, that outlive the driver; JSON's missing numbers (NaN, infinities) are null.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    A row of a step that is taken again replaces the rows of that step and of later ones, except events.
+    """
+
+    path: Any
+
+    def __init__(self) -> None:
         self._last = -1  # the greatest step of a row that is no event
 
     def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
-        """Cut the file back to a step, and return the rows that stay."""
+        """Cut the rows back to a step; return those that stay (the last `newest`): those until it, and events.
+
+        Args:
+            step: the number of committed steps; 0 empties the file.
+
+        Raises:
+            OSError: the rows cannot be read or written.
+        """
         rows: deque[dict[str, Any]] = deque(maxlen=newest)
-        if self.path.exists():
-            self._keep(lambda row: _is_until(row, step), rows.append)
+        self._keep(lambda row: _is_until(row, step), rows.append)
         self._last = step if rows else -1
         return list(rows)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, and wait until the disk has them."""
+        """Append rows, and wait until they are durable; OSError: they cannot be written."""
         rows = list(rows)
         steps = [row["step"] for row in rows if row["kind"] == "step"]
-        if steps and steps[0] <= self._last and self.path.exists():
+        if steps and steps[0] <= self._last:
             self._keep(lambda row: _is_before(row, steps[0]), more=_encode(rows))
         else:
-            with open(self.path, "ab") as file:
-                file.write(_encode(rows))
-                file.flush()
-                os.fsync(file.fileno())
+            self._add(_encode(rows))
         if steps:
             self._last = steps[-1]
+
+    @abstractmethod
+    def _add(self, lines: bytes) -> None:
+        """Append lines."""
+
+    @abstractmethod
+    def _keep(
+        self,
+        stays: Callable[[dict[str, Any]], bool],
+        take: Callable[[dict[str, Any]], object] = lambda row: None,
+        more: bytes = b"",
+    ) -> None:
+        """Remove rows that do not stay, call `take` with each other one, and append `more`, at once."""
+
+
+class HistoryFile(HistoryRows):
+    """A file of JSON lines, which need not exist, to which rows are appended, whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def _add(self, lines: bytes) -> None:
+        with open(self.path, "ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _keep(
         self,
@@ -105,13 +119,11 @@ class HistoryFile:
         take: Callable[[dict[str, Any]], object] = lambda row: None,
         more: bytes = b"",
     ) -> None:
-        """Remove rows that do not stay from the file, which need not fit into memory, and append `more`, at once.
-
-        A file from which nothing has to be removed is not written anew.
-
-        Args:
-            take: called with each row that stays.
-        """
+        """Do so without having the file in memory; one from which nothing has to be removed is not written anew."""
+        if not self.path.exists():
+            if more:
+                self._add(more)
+            return
         unfinished, size = self.path.with_name(f".{self.path.name}"), 0  # size: of what stays
         with contextlib.ExitStack() as opened:
             old = opened.enter_context(open_file(self.path))
@@ -182,37 +194,20 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
     return status.st_ino, status.st_size
 
 
-class HistorySegments:
+class HistorySegments(HistoryRows):
     """Objects of JSON lines below a prefix: each call appends one, since objects of a store cannot grow."""
 
     # They are numbered; ``000007-all.jsonl`` replaces those before it, which are then removed.
 
     def __init__(self, path: ObjectUrl, storage: ObjectStorage) -> None:
+        super().__init__()
         self.path = path
         self._storage = storage
-        self._last = -1
         self._number = 0
 
-    def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
-        """Cut the rows back to a step, and return those that stay."""
-        rows: deque[dict[str, Any]] = deque(maxlen=newest)
-        kept = b"".join(self._kept(lambda row: _is_until(row, step), rows.append))
-        if self._segments():
-            self._write(kept, replace=True)
-        self._last = step if rows else -1
-        return list(rows)
-
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows as another object, or with all earlier ones as one that replaces them."""
-        rows = list(rows)
-        steps = [row["step"] for row in rows if row["kind"] == "step"]
-        if steps and steps[0] <= self._last:
-            kept = b"".join(self._kept(lambda row: _is_before(row, steps[0])))
-            self._write(kept + _encode(rows), replace=True)
-        elif rows:
-            self._write(_encode(rows))
-        if steps:
-            self._last = steps[-1]
+    def _add(self, lines: bytes) -> None:
+        if lines:
+            self._write(lines)
 
     def read(self) -> Iterator[dict[str, Any] | None]:
         """Yield all rows; None for each line that is none. FileNotFoundError: there is no object."""
@@ -230,17 +225,20 @@ class HistorySegments:
         self._number = max([self._number, *map(_number, segments)])
         return segments[first:]
 
-    def _kept(
+    def _keep(
         self,
         stays: Callable[[dict[str, Any]], bool],
         take: Callable[[dict[str, Any]], object] = lambda row: None,
-    ) -> Iterator[bytes]:
-        """Yield the lines of the rows that stay, and call `take` with each of these rows."""
+        more: bytes = b"",
+    ) -> None:
+        kept = []
         for each in self._segments():
             for line, row in _rows(io.BytesIO(self._storage.read(each))):
                 if row is not None and stays(row):
                     take(row)
-                    yield line.rstrip(b"\n") + b"\n"
+                    kept.append(line.rstrip(b"\n") + b"\n")
+        if self._segments() or more:
+            self._write(b"".join(kept) + more, replace=True)
 
     def _write(self, lines: bytes, replace: bool = False) -> None:
         before = self._segments() if replace else []
