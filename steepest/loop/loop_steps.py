@@ -324,18 +324,13 @@ class LoopSteps:
         return taken and StepDigest(self._loop.batches.epoch, taken.where.step, 0, NO_STEP)
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, which servers have, as the optimizer itself would."""
-        if self._loop.job.kind.local:
-            raise ConfigurationError(
-                f'{type(optimizer).__name__}.state_dict() with strategy="local", where each worker has an optimizer '
-                "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
-            )
+        """Return the state of an optimizer, which servers have, or the worker, as the optimizer itself would."""
         records = self._loop.job.turns.ask(Errand(self._read_state))
         state: dict[str, Any] = self._loop.prepared.model.state_of(optimizer, records)
         return state
 
     def _read_state(self) -> list[Record]:
-        """Return what servers have of the optimizer's state; on the worker's thread."""
+        """Return the optimizer's state as the job's processes have it; on the worker's thread."""
         assert self.read_state is not None
         return self.read_state()  # another one than before, where the job's processes have changed
 

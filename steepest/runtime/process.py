@@ -521,8 +521,8 @@ class ProcessActor:
         for model in self._models:
             if overrides(model, "use_reader"):
                 client = host_client(self.router, job, self._reader)
-                layout, wait = job.description.layout, self._worker.wait_within
-                model.use_reader(functools.partial(read_state, client, layout, wait))
+                wait = self._worker.wait_within
+                model.use_reader(functools.partial(read_state, client, self._replicas, wait))
         # as `AwaitedMember` is, after all others, since it has further messages admitted
         self._member = self._member_of(job, workers, self._worker, self._transport)
         operations.install(self._member)

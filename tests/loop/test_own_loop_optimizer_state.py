@@ -1,4 +1,4 @@
-"""`optimizer.state_dict()` in a loop of a user's own is what the optimizer of one process has."""
+"""`optimizer.state_dict()` in a loop of a user's own is what the optimizer of one process has, or the worker's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import steepest
-from steepest.errors import ModelRaisedError
+from steepest import LocalStrategy
 from tests.own_loop_runs import STRATEGIES, Found, run, without
 from tests.own_loops import Parts, Script, plain
 from tests.reference import difference, samples, sgd
@@ -182,8 +182,26 @@ def test_each_of_several_optimizers_has_its_own() -> None:
     check_alike(found, dict(SAVED))
 
 
-def test_it_is_refused_where_each_worker_has_its_own() -> None:
-    with pytest.raises(
-        ModelRaisedError, match="where each worker has an optimizer with a state of its own"
-    ):
-        saved("momentum", 2, "local")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_is_the_workers_own_where_each_has_one(optimizer: str) -> None:
+    # whole rounds alone: another would count as one for the schedule
+    script = Script(Saving(), optimizer=OPTIMIZERS[optimizer], schedule=falling, data=samples(12))
+    SAVED.clear()
+    run(script, 1, LocalStrategy(sync_every=3, chunk_bytes=48))
+    found = dict(SAVED)
+    SAVED.clear()
+    script.alone(1)
+    check_alike(found, dict(SAVED))
+
+
+def test_workers_own_states_differ() -> None:
+    found: dict[int, State] = {}
+
+    def loop(parts: Parts, epochs: int) -> None:
+        plain(parts, epochs)
+        found[steepest.rank()] = copy.deepcopy(parts.optimizer.state_dict())
+
+    run(Script(loop, optimizer=adam), 2, LocalStrategy(sync_every=3))
+    one, other = (found[rank]["state"][0] for rank in (0, 1))
+    assert difference({"": one["exp_avg"]}, {"": other["exp_avg"]}) > 1e-6

@@ -34,6 +34,7 @@ from steepest.core.models.protocol import (
     validate_computed,
 )
 from steepest.core.models.write_check import refusal
+from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.protocol.commit_rules import (
     NO_NORM,
@@ -595,6 +596,10 @@ class Replicas:
 
     def inner_state(self, step: int) -> InnerOptimizerState | None:
         """Return the state of the worker's own optimizer after `step` steps; here None, as it has none."""
+        return None
+
+    def own_records(self) -> list[Record] | None:
+        """Return copies of the present state of the worker's own optimizer; here None, as it has none."""
         return None
 
     def load_inner_state(

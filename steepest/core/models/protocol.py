@@ -394,8 +394,9 @@ class Model(ABC):
         """Take a function that reads the optimizer's state; called when the processes are known, or have changed.
 
         Args:
-            read: returns the servers' optimizer state of dense parameters, at one version. Messages arrive meanwhile;
-                it raises if a wait in the middle of a step has to end.
+            read: returns the optimizer's state of dense parameters, at one version: the worker's own if it has an
+                optimizer, else the servers'. Messages arrive meanwhile; it raises if a wait in the middle of a step
+                has to end.
         """
 
     @property

@@ -400,9 +400,7 @@ class LocalReplicas(Replicas):
             self._before, self._earlier = earlier, None
             self._go_back(earlier)
         else:
-            records = [
-                (index, description, value.clone()) for index, description, value in self._records()
-            ]
+            records = self.own_records()
             buffers = self._buffers() if self.delays else []
             own, schedule = self._own_weights, self._schedule.state()
             self._before = _Before(number, self._rounds, records, schedule, own, buffers)
@@ -570,6 +568,12 @@ class LocalReplicas(Replicas):
             (index, description, value)
             for index, held in self._held.items()
             for description, value in held.state()
+        ]
+
+    def own_records(self) -> list[Record]:
+        """Return copies of the inner optimizer's present state; see `Replicas`."""
+        return [
+            (index, description, value.clone()) for index, description, value in self._records()
         ]
 
     def _load(self, records: Sequence[Record]) -> None:
