@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from steepest.cli.planning.events import Links
 from steepest.cli.planning.profile import Profile
-from steepest.cli.planning.simulation import make_job, traffic
+from steepest.cli.planning.roles import ModelledProcess, ModelledPush
+from steepest.cli.planning.simulation import Simulation, make_job
+from steepest.core.engine.job import Job
 from steepest.core.engine.topology import HostMap
-from steepest.core.messages.message import Kind, Message
+from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.strategies.allreduce import AllreduceStrategy
@@ -93,6 +96,32 @@ def engine_traffic(strategy: Strategy, workers: int, hosts: HostMap, steps: int)
         cluster.step(1)
     cluster.network.settle()
     return found
+
+
+class CountingSimulation(Simulation):
+    """Counts the bytes of payloads that each role sends to each other one."""
+
+    def __init__(self, job: Job, known: Profile) -> None:
+        self.bytes: Counter[tuple[Peer, Peer]] = Counter()
+        super().__init__(job, known, Links(1e9, 0.0))
+
+    def _to_server(self, source: ModelledProcess, server: int, push: ModelledPush) -> None:
+        self.bytes[worker_peer(push.worker), server_peer(server)] += push.size
+        super()._to_server(source, server, push)
+
+    def _to_worker(
+        self, source: ModelledProcess, server: int, worker: int, version: int, chunk: int, size: int
+    ) -> None:
+        self.bytes[server_peer(server), worker_peer(worker)] += size
+        super()._to_worker(source, server, worker, version, chunk, size)
+
+
+def traffic(job: Job, known: Profile, steps: int) -> Counter[tuple[Peer, Peer]]:
+    simulated = CountingSimulation(job, known)
+    simulated.run(steps)
+    simulated._last = -1  # what is on its way arrives
+    simulated._events.run()
+    return simulated.bytes
 
 
 @pytest.mark.few(12)

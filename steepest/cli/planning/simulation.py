@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from steepest.core.engine.job import Description, Job
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import AskForSteps
 from steepest.core.messages.membership import Join
-from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.messages.message import Kind, Message, Peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.strategies.rounds import RoundCoordinator
@@ -162,7 +161,7 @@ def predict_job(
     job: Job, profile: Profile, links: Links, schedule: SendingSchedule = _OWN_SCHEDULE
 ) -> Prediction:
     """Predict the steps of a job of `make_job`, or of one whose processes are elsewhere; errors as of `make_job`."""
-    simulated = _Simulation(job, profile, links, schedule)
+    simulated = Simulation(job, profile, links, schedule)
     strategy, workers = job.strategy, job.num_workers
     few = (4, 12) if job.needs_all else (8, 48)  # which differ more where nobody waits
     begun, counted = (
@@ -199,14 +198,6 @@ def predict_job(
     )
 
 
-def traffic(job: Job, profile: Profile, steps: int = 1) -> dict[tuple[Peer, Peer], int]:
-    """Return how many bytes of payloads each role sends to each other one in a number of steps."""
-    simulated = _Simulation(job, profile, Links(1e9, 0.0), counts=True)
-    simulated.run(steps)
-    simulated.end()
-    return simulated.bytes
-
-
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Let the garbage collector rest: events are many and form no cycles, and it took two thirds of the time."""
@@ -219,8 +210,8 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class _Simulation:
-    """The processes of one job; `counts`: whether to count the bytes between each two roles."""
+class Simulation:
+    """The processes of one job."""
 
     def __init__(
         self,
@@ -228,8 +219,6 @@ class _Simulation:
         profile: Profile,
         links: Links,
         schedule: SendingSchedule = _OWN_SCHEDULE,
-        *,
-        counts: bool = False,
     ) -> None:
         self._schedule = schedule
         self._events = Events()
@@ -241,8 +230,6 @@ class _Simulation:
         self._coordinator = make_coordinator(job)
         hosts = job.places
         sizes = Sizes(job, profile)
-        self.bytes: Counter[tuple[Peer, Peer]] = Counter()
-        self._counts = counts
         # by step, from 0: when it has ended; until then the seconds computed, bytes moved, seconds beside passes, and
         # processor seconds of workers' processes and of the others
         self.ends: dict[int, tuple[float, ...]] = {0: (0.0,) * 6}
@@ -291,11 +278,6 @@ class _Simulation:
         if not ended:
             doing = self._coordinator.doing()
             raise DeadlineError(f"the simulated job comes to a halt: the coordinator {doing}")
-
-    def end(self) -> None:
-        """Let all scheduled events happen."""
-        self._last = -1
-        self._events.run()
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -363,8 +345,6 @@ class _Simulation:
 
     def _to_server(self, source: ModelledProcess, server: int, push: ModelledPush) -> None:
         role = self._servers[server]
-        if self._counts:
-            self.bytes[worker_peer(push.worker), server_peer(server)] += push.size
         act, many = partial(role.take_push, push), len(push.chunks)
         self._traffic.send(source, role.process, push.size, act, many)
 
@@ -372,8 +352,6 @@ class _Simulation:
         self, source: ModelledProcess, server: int, worker: int, version: int, chunk: int, size: int
     ) -> None:
         role = self._workers[worker]
-        if self._counts:
-            self.bytes[server_peer(server), worker_peer(worker)] += size
         self._traffic.send(
             source, role.process, size, partial(role.take_weights, version, chunk, size)
         )
