@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from steepest.core.engine.commit_log import Commit
+from steepest.core.engine.commit_log import Commit, CommitLog
 from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.job import ModelCreator
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server
 from steepest.core.engine.worker import Worker
@@ -15,6 +18,8 @@ from steepest.core.protocol.push_tracking import SequenceSet, StagedEach
 from steepest.core.transport.router import Role, Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.strategies.collectives.members import MemberCollective
+from steepest.tables.files.saved_rows import TABLES
+from steepest.testing import log_replay
 
 
 def role_of(router: Router, peer: Peer) -> Role:
@@ -77,3 +82,27 @@ def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
     staging = of.state.staging if isinstance(of, Coordinator) else of
     assert isinstance(staging, StagedEach)
     return {worker for worker, _ in staging._closed._counted}
+
+
+def weight_buffers_held(server: Server) -> int:
+    """Return the number of flat vectors that take memory: one, and those for readers' old versions."""
+    return server._weights._buffers.held + server._weights._narrow_buffers.held
+
+
+def replay_state(
+    log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
+) -> dict[str, torch.Tensor]:
+    """Apply a log as `replay` does; return the servers' state beside the weights, by the names that checkpoints use.
+
+    Names of the optimizer's state are "parameter/key", those of shards of embedding tables "tables/shard/key".
+    """
+    carried = log_replay._replay_all(log, model_creator, checkpoint)
+    state = dict(carried.state)
+    if carried.rows is not None:
+        for file in carried.rows.layers[0].files:
+            state |= file.arrays
+        for shard, mark in enumerate(carried.rows.marks):
+            known = {"updates": mark.updates, "seed": mark.seed, "clock": mark.clock}
+            known = {key: n for key, n in known.items() if n or key != "clock"}
+            state |= {f"{TABLES}{shard}/{key}": torch.tensor([n]) for key, n in known.items()}
+    return state

@@ -28,7 +28,7 @@ from steepest.tables.rows.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
 from steepest.tables.rows.state import TableState
 from steepest.tables.rows.table import Table, groups
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.log_replay import replay_state
+from tests.inside import replay_state
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 ROWS, DIM = 20, 3  # ids are below ROWS

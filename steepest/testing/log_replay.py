@@ -42,7 +42,7 @@ from steepest.strategies.aggregation.host_aggregator import HostAggregator
 from steepest.strategies.compression.gradient_compressor import GradientCompressor
 from steepest.strategies.named import renewed
 from steepest.strategies.rounds import CommitQuorum
-from steepest.tables.files.saved_rows import TABLES, CheckpointRows
+from steepest.tables.files.saved_rows import CheckpointRows
 from steepest.tables.job.job_tables import dealing_of, delays_rows
 from steepest.tables.job.restored_shards import HoldsRows, RestoredShards, RowsWanted
 from steepest.tables.job.row_messages import RowKind, RowsOfPush
@@ -87,25 +87,6 @@ def replay(
         True
     """
     return _replay_all(log, model_creator, checkpoint).weights
-
-
-def replay_state(
-    log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
-) -> dict[str, torch.Tensor]:
-    """Apply a log as `replay` does; return the servers' state beside the weights, by the names that checkpoints use.
-
-    Names of the optimizer's state are "parameter/key", those of shards of embedding tables "tables/shard/key".
-    """
-    carried = _replay_all(log, model_creator, checkpoint)
-    state = dict(carried.state)
-    if carried.rows is not None:
-        for file in carried.rows.layers[0].files:
-            state |= file.arrays
-        for shard, mark in enumerate(carried.rows.marks):
-            known = {"updates": mark.updates, "seed": mark.seed, "clock": mark.clock}
-            known = {key: n for key, n in known.items() if n or key != "clock"}
-            state |= {f"{TABLES}{shard}/{key}": torch.tensor([n]) for key, n in known.items()}
-    return state
 
 
 def _replay_all(

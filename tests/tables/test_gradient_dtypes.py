@@ -21,7 +21,7 @@ from steepest.tables.rows.gradients import RowGradients
 from steepest.tables.rows.local import LocalRows
 from steepest.tables.rows.push_form import Chance, GroupForm
 from steepest.testing import InProcessCluster
-from steepest.testing.log_replay import replay_state
+from tests.inside import replay_state
 from tests.reference import same_bits
 from tests.table_tasks import rows_of, same_rows
 

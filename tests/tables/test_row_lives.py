@@ -20,7 +20,7 @@ from steepest.tables.rows.lives import seconds_of
 from steepest.tables.rows.local import LocalRows
 from steepest.tables.rows.shard import TableShard
 from steepest.tables.rows.state import TableState
-from steepest.testing.log_replay import replay_state
+from tests.inside import replay_state
 from tests.reference import sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config

@@ -37,7 +37,7 @@ from steepest.tables.rows.shard import TableShard
 from steepest.tables.rows.state import TableState
 from steepest.tables.rows.table import groups
 from steepest.tables.rows.tiered_rows import TieredRows
-from steepest.testing.log_replay import replay_state
+from tests.inside import replay_state
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words

@@ -17,7 +17,7 @@ from steepest.tables.rows import blocks, memory
 from steepest.tables.rows.admission import CBFFilter, CounterFilter, ProbabilityFilter
 from steepest.tables.rows.eviction import LFU, LRU
 from steepest.tables.rows.shard import TableShard
-from steepest.testing.log_replay import replay_state
+from tests.inside import replay_state
 from tests.modes import TOGETHER, make, trained
 from tests.reference import same_bits
 from tests.simulated_programs import quiet

@@ -22,7 +22,7 @@ from steepest import (
 from steepest.tables.modules.embedding import Embedding
 from steepest.tables.rows.initial import Zeros
 from steepest.tables.rows.row_optimizers import SGD
-from steepest.testing.log_replay import replay_state
+from tests.inside import replay_state
 from tests.pairs import grid
 from tests.reference import Task, Weights, difference, same_bits, sgd
 from tests.simulated_programs import quiet

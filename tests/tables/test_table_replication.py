@@ -12,8 +12,7 @@ from steepest.core.engine.optimizer_slices import assemble as joined
 from steepest.core.engine.shared_state import SharedState
 from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import InProcessCluster
-from steepest.testing.log_replay import replay_state
-from tests.inside import log_of
+from tests.inside import log_of, replay_state
 from tests.modes import EACH, make, settle, trained
 from tests.random_examples import seeds
 from tests.reference import Task

@@ -209,11 +209,6 @@ class OutgoingWeights:
         weights = (held.weights for held in self._chunks.values() if held.chunk.nbytes)
         return self._buffers.of(next(weights, torch.empty(0)))
 
-    @property
-    def buffers_held(self) -> int:
-        """The number of flat vectors that take memory: one, and those for readers' old versions."""
-        return self._buffers.held + self._narrow_buffers.held
-
     # -- sending -------------------------------------------------------------------------------
 
     def send(

@@ -245,11 +245,6 @@ class Server:
         """The generation and version at which this server is."""
         return self.generation, self.version
 
-    @property
-    def weight_buffers_held(self) -> int:
-        """The number of flat vectors that take memory: one, and those for readers' old versions."""
-        return self._weights.buffers_held
-
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
