@@ -181,24 +181,10 @@ def _same_causes(own: StepRecord, its: StepRecord, worker: int) -> Difference | 
     for at, (ours, theirs) in enumerate(zip(own.settings, its.settings, strict=False)):
         for name in ours:
             if ours[name] != theirs.get(name):
-                return Difference(
-                    step,
-                    "settings",
-                    f"{name}@{at}",
-                    f"{ours[name]!r:.24}",
-                    f"{theirs.get(name)!r:.24}",
-                    worker=worker,
-                )
+                return _of_setting(step, name, at, ours[name], theirs.get(name), worker)
     if repr(own.losses) != repr(its.losses):
-        return Difference(
-            step,
-            "losses",
-            "",
-            _shown(own.losses),
-            _shown(its.losses),
-            _apart_of(own.losses, its.losses),
-            worker,
-        )
+        shown = _shown(own.losses), _shown(its.losses)
+        return Difference(step, "losses", "", *shown, _apart_of(own.losses, its.losses), worker)
     return _same_tensors(own, its, worker, "gradients")
 
 
@@ -243,25 +229,22 @@ def _settings(one: StepRecord, own: Sequence[StepRecord]) -> Difference | None:
                     if math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12):
                         continue
                     ratio = other / value if value else math.nan
+                    shown = f"{value:.6g}", f"{other:.6g}"
                     return Difference(
-                        one.step,
-                        "settings",
-                        f"{name}@{at}",
-                        f"{value:.6g}",
-                        f"{other:.6g}",
-                        worker=worker,
-                        ratio=ratio,
+                        one.step, "settings", f"{name}@{at}", *shown, worker=worker, ratio=ratio
                     )
                 if value != other:
-                    return Difference(
-                        one.step,
-                        "settings",
-                        f"{name}@{at}",
-                        f"{value!r:.24}",
-                        f"{other!r:.24}",
-                        worker=worker,
-                    )
+                    return _of_setting(one.step, name, at, value, other, worker)
     return None
+
+
+def _of_setting(
+    step: int, name: str, at: int, here: object, there: object, worker: int
+) -> Difference:
+    """Return the difference of one of the optimizer's settings in its parameter group `at`."""
+    return Difference(
+        step, "settings", f"{name}@{at}", f"{here!r:.24}", f"{there!r:.24}", worker=worker
+    )
 
 
 def _number(value: Any) -> bool:
