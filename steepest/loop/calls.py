@@ -149,8 +149,8 @@ def prepare(
         return objects[0] if len(objects) == 1 else objects
     if loop.job.is_prepared:
         raise ConfigurationError(
-            "steepest.prepare() was called twice: give it everything in one call, before the loop; a further training "
-            "is another steepest.run()"
+            "steepest.prepare() was called twice: give it everything in one call, before the loop; a further training, "
+            "such as another fold's, is another steepest.run(function), in a script that is started by `python`"
         )
     loaders = [each for each in objects if isinstance(each, DataLoader)]
     tensors = [each for each in objects if isinstance(each, torch.Tensor)]
@@ -175,8 +175,8 @@ def prepare(
     returned = tuple(made.get(id(each), each) for each in objects)
     sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
     of_user = (*objects, *returned)
-    if loop.job.size > 1:
-        tell_of_own_buffers(modules, loop.job.rank, buffers or ())
+    if loop.job.size > 1 and not loop.job.rank:  # the others' modules do the same
+        tell_of_own_buffers(modules, buffers or ())
     loop.prepare(Prepared(model, servers, schedulers, cursor, closures, sums, enter, of_user))
     return returned[0] if len(returned) == 1 else returned
 

@@ -140,8 +140,10 @@ class EditWarnings:
         if self.are_told or not loop.steps.averages or loop.prepared.closures:
             return
         self.are_told = True
+        if loop.job.rank:  # the others' loops do the same
+            return
         warnings.warn(
-            f"worker {loop.job.rank}: {what}, where each worker has the gradient of its own samples alone. A "
+            f"{what}, where each worker has the gradient of its own samples alone. A "
             "factor, a mask, or a multiple of the weights gives what one process gives; what depends on the gradient, "
             "such as clipping, does not: steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean of all",
             stacklevel=line_of_user(),

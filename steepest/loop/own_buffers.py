@@ -11,23 +11,20 @@ import torch
 _PASSES = 2  # in training that are looked at
 
 
-def tell_of_own_buffers(
-    modules: Sequence[torch.nn.Module], rank: int, known: Collection[str] = ()
-) -> None:
+def tell_of_own_buffers(modules: Sequence[torch.nn.Module], known: Collection[str] = ()) -> None:
     """Warn, in the first forward passes of training, of floating point buffers that a user's modules change there.
 
     Those of torch's own modules are left out: BatchNorm does not read its running statistics while it trains.
 
     Args:
         modules: that a loop trains.
-        rank: of the worker.
         known: buffers of which the user has said what is kept of them, see `steepest.prepare`.
     """
     for at, each in enumerate(modules):
         before = f"{at}." if len(modules) > 1 else ""
         names = {name for name, _ in _own(each) if before + name not in known}
         if names and not hasattr(each, "_orig_mod"):  # a compiled one would be compiled anew
-            _watch(each, rank, names)
+            _watch(each, names)
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,7 +36,7 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, buffer
 
 
-def _watch(module: torch.nn.Module, rank: int, names: Collection[str]) -> None:
+def _watch(module: torch.nn.Module, names: Collection[str]) -> None:
     before: dict[str, tuple[int, int]] = {}
     seen = 0
 
@@ -56,8 +53,8 @@ def _watch(module: torch.nn.Module, rank: int, names: Collection[str]) -> None:
                 each.remove()
         if module.training and changed:
             warnings.warn(
-                f"worker {rank}: a forward pass changes the buffer {min(changed)!r} by this worker's samples alone: if "
-                "what is trained depends on it, the result is not that of one process; change it by what "
+                f"a forward pass changes the buffer {min(changed)!r} by each worker's own samples alone: if what "
+                "is trained depends on it, the result is not that of one process; change it by what "
                 "steepest.gather returns, and see prepare(..., buffers=) for what is kept of it",
                 stacklevel=2,
             )

@@ -181,7 +181,8 @@ class UserLoop:
             )
         if self.batches.wanted is not None:
             raise ConfigurationError(
-                "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both"
+                "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both "
+                "phases, and change what differs where the second one begins"
             )
         self.batches.wanted = count
         watch_unprepared(self)

@@ -357,7 +357,7 @@ def test_gradients_that_each_worker_changes_by_itself_are_told(edit: Any) -> Non
     with pytest.warns(UserWarning, match=EDITS[edit]) as told:
         run(editing(edit), 2)
     assert {warning.filename for warning in told} == {__file__}
-    assert len(told) <= 2  # once for each worker
+    assert len(told) == 1  # by worker 0
 
 
 @pytest.mark.parametrize("edit", [halved, left_alone])
