@@ -250,11 +250,19 @@ def _of_user(packages: list[str]) -> list[bool]:
     return [at >= first and package not in _NEVER_USERS for at, package in enumerate(packages)]
 
 
+#: In the message of an exception of a DataLoader's process, before its traceback, which the error's own one has, too.
+_OF_LOADER = "\nOriginal Traceback (most recent call last):\n"
+
+
 def _message_of(error: BaseException) -> str:
     try:
-        return f"{error}{_directory_of(error)}"
+        message = f"{error}{_directory_of(error)}"
     except BaseException as failure:  # noqa: BLE001 - the user's `__str__` may do anything
         return f"(its __str__ raised {type(failure).__name__})"
+    what, is_of_loader, traceback_of_loader = message.partition(_OF_LOADER)
+    if not is_of_loader:
+        return message
+    return f"{what.rstrip('.')}: {traceback_of_loader.rstrip().splitlines()[-1]}"
 
 
 def _directory_of(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import cloudpickle
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from steepest import DistributedSGD, TorchModel
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
@@ -372,3 +372,21 @@ def test_a_process_has_the_arguments_and_the_default_dtype_of_the_program(
 class _NoLength:
     def __iter__(self) -> Iterator[Any]:
         return iter([samples(2)])
+
+
+class _Broken(Dataset[Any]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("sample 37 is broken")
+
+
+def test_the_message_of_a_loaders_process_has_no_traceback() -> None:
+    with pytest.raises(ValueError, match="Original Traceback") as raised:
+        list(DataLoader(_Broken(), num_workers=1))
+    told = describe_error(raised.value)
+    assert told["error"] == (
+        "ValueError: Caught ValueError in DataLoader worker process 0: ValueError: sample 37 is broken"
+    )
+    assert "in __getitem__" in told["traceback"]
