@@ -39,21 +39,34 @@ class JobView:
 
     Args:
         turns: of the two sides' threads.
+        rank: number of the worker; None for a function that runs ahead of it.
+        size: number of workers.
         kind: how its workers train.
 
     Attributes:
-        kind: as given.
+        kind, size: as given.
         turns: as given; others where the function has begun anew.
-        rank, size: the number of the worker, and of all workers.
         asked: what the function has asked for last, and waits for; None before it, and once it has ended.
         next_epoch: of the job's next step, as far as it is known.
         committed: steps of the job that are known to be.
         passed: steps of the job of which the loop has seen the end.
     """
 
-    def __init__(self, turns: Turns, rank: int, size: int, kind: LoopKind) -> None:
-        self.rank, self.size, self.kind = rank, size, kind
+    def __init__(self, turns: Turns, rank: int | None, size: int, kind: LoopKind) -> None:
+        self._rank, self.size, self.kind = rank, size, kind
         self.begin_anew(turns)
+
+    def take_seat(self, rank: int, size: int) -> None:
+        """Take another rank, or a rank among another number of workers, from now on."""
+        self._rank, self.size = rank, size
+
+    @property
+    def rank(self) -> int:
+        """The number of the worker. A function that runs ahead waits here until there is one."""
+        if self._rank is None:
+            self.turns.ask(Ask.SEAT)
+        assert self._rank is not None
+        return self._rank
 
     def begin_anew(self, turns: Turns) -> None:
         """Begin with a function that has not run yet."""
@@ -64,7 +77,7 @@ class JobView:
     @property
     def is_prepared(self) -> bool:
         """Whether the function has called `prepare` since it began."""
-        return self.asked is not None
+        return self.asked not in (None, Ask.SEAT)
 
     def see(self, where: Where) -> None:
         """Note the epoch of the job's next step, from the place of a step."""

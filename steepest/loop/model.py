@@ -21,7 +21,7 @@ from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.models.names import plain
 from steepest.core.models.protocol import Computed, PastShare, Ready, Where
-from steepest.core.models.step_size import step_size
+from steepest.core.models.step_size import StepSize, step_size
 from steepest.core.optim.portable import Record
 from steepest.core.optim.portable import unpack as unpack_state
 from steepest.core.optim.several import as_one
@@ -328,7 +328,7 @@ class LoopModel(TorchModel):
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Note the place of the next batch, and which of the workers this is."""
-        self.session.take_seat(replica, replicas)
+        self.session.job.take_seat(replica, replicas)
         self._where = where
         if where.empty:
             self.hyper = self.digest = None
@@ -629,7 +629,44 @@ class LoopCreator:
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         spare_compiler()
-        size = step_size().batches
-        session = Session(self.function, worker_index, size, self.kind)
+        session = Session(self.function, worker_index, step_size().batches, self.kind)
         model: LoopModel = session.begin()
         return model
+
+    def ahead(self) -> BegunLoop | None:
+        """Begin the function where it is not known yet for which worker; None if it has ended before it needs that."""
+        spare_compiler()
+        session = Session(self.function, None, step_size().batches, self.kind)
+        # what it has raised, it raises again in a worker
+        return BegunLoop(self, session, step_size()) if session.run_ahead() else None
+
+
+class BegunLoop:
+    """Makes the model of one worker by a function that has begun before.
+
+    Args:
+        creator: that has begun it.
+        session: of the function.
+        size: of the job's steps when it was begun.
+    """
+
+    def __init__(self, creator: LoopCreator, session: Session, size: StepSize) -> None:
+        self._creator, self._size = creator, size
+        self._session: Session | None = session
+
+    def __call__(self, worker_index: int, device_index: int) -> LoopModel:
+        """Let the function go on as a worker's; it runs anew for further devices, and for steps of another size."""
+        if step_size() != self._size:
+            self.end()
+        session, self._session = self._session, None
+        if session is None:
+            return self._creator(worker_index, device_index)
+        session.job.take_seat(worker_index, self._size.batches)
+        model: LoopModel = session.begin()
+        return model
+
+    def end(self) -> None:
+        """End the function where it is."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.end()

@@ -20,6 +20,7 @@ from steepest.observe.reports import Reported
 class Ask(enum.Enum):
     """A request of the user's thread when it gives the turn to the worker's thread."""
 
+    SEAT = "the worker's number"
     BEGIN = "the job, after prepare()"
     BATCH = "the next batch"
     COMMIT = "the commit of a step"

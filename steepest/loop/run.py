@@ -85,7 +85,8 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     Args:
         function: called without arguments in each worker's process. It makes model, optimizer and loader, gives
             them to `steepest.prepare`, and loops over `steepest.epochs` and the loader. The replacement of a dead
-            worker runs it from its beginning, and enters `epochs` where the job is.
+            worker runs it from its beginning, and enters `epochs` where the job is. A spare process has done so
+            beforehand up to `prepare`, or up to `steepest.rank()`, see `FailureConfig`.
         num_workers: worker processes, or (min, max), as of `DistributedSGD`.
         strategy: as of `DistributedSGD`.
         gpu: whether each worker has a GPU, as of `DistributedSGD`.

@@ -33,7 +33,7 @@ class Session:
 
     Args:
         function: the user's.
-        rank: number of the worker.
+        rank: number of the worker; None if it is not known yet, see `run_ahead`.
         size: number of workers.
         kind: how they train.
 
@@ -45,7 +45,7 @@ class Session:
     def __init__(
         self,
         function: Callable[[], Any],
-        rank: int,
+        rank: int | None,
         size: int,
         kind: LoopKind = _EVERYONE,
     ) -> None:
@@ -53,30 +53,38 @@ class Session:
         self._errand: Errand | None = None  # that the loop awaits
         self._held: HeldGenerators | None = None  # as the function has left them in `prepare`
         self._step_size = step_size()  # what the function may ask for where it begins anew
-        self.job = JobView(self._turns(rank), rank, size, kind)
+        self._is_ahead = False  # whether it has run, and waits for its number or the job
+        self.job = JobView(self._turns(), rank, size, kind)
         self.loop = UserLoop(function, self.job)
 
-    def _turns(self, rank: int) -> Turns:
+    def _turns(self) -> Turns:
         """Return the turns of a function that has not run yet."""
-        return Turns(lambda: self.loop.run(), f"steepest loop {rank}")
-
-    def take_seat(self, rank: int, size: int) -> None:
-        """Take another rank, or a rank among another number of workers, from now on."""
-        self.job.rank, self.job.size = rank, size
+        return Turns(lambda: self.loop.run(), "steepest loop")
 
     @property
     def has_ended(self) -> bool:
         """Whether the function has returned."""
         return self.job.turns.ended is not None
 
+    def run_ahead(self) -> bool:
+        """Run the function up to `prepare`, or to where it needs its worker's number; return whether it waits there."""
+        seed_everything(self.job.kind.seed)
+        self._go_on()
+        self._held, self._is_ahead = HeldGenerators(), True
+        return not self.has_ended
+
     def begin(self) -> Any:
-        """Run the function up to `prepare`; return the model that was made there.
+        """Run the function up to `prepare`, from where it has run ahead to; return the model that was made there.
 
         Raises:
             ConfigurationError: it has returned without that. What the function raises is raised too.
         """
-        seed_everything(self.job.kind.seed)  # as at the first beginning
-        self._go_on()
+        if not self._is_ahead:
+            seed_everything(self.job.kind.seed)  # as at the first beginning
+        if not self._is_ahead or self.job.asked is Ask.SEAT:
+            self._go_on()
+            self._held = HeldGenerators()
+        self._is_ahead = False
         self._raise_error()
         if self.job.asked is not Ask.BEGIN or self.loop.prepared is NOTHING:
             raise ConfigurationError(
@@ -85,7 +93,6 @@ class Session:
             )
         model = self.loop.prepared.model
         model.session = self
-        self._held = HeldGenerators()
         return model
 
     def compute(self, batch: Batch) -> bool:
@@ -200,7 +207,7 @@ class Session:
         now = self.loop.gatherer.gatherings.seat
         amid = self.loop.prepared.cursor is not None and self.loop.prepared.cursor.place.inside
         if now is not None and self.loop.gatherer.has_lost_its_seat(in_batch=amid, now=now):
-            self.take_seat(now.rank, now.size)
+            self.job.take_seat(now.rank, now.size)
             self.begin_anew(self.loop.states.state())
         while self.job.asked is not None and not self._waits_for_the_job:
             self._go_on()
@@ -255,7 +262,7 @@ class Session:
         self.job.turns.end(SetBack())
         self._error = self._errand = None
         with making_models(replace(self._step_size, batches=self.job.size)):
-            self.job.begin_anew(self._turns(self.job.rank))
+            self.job.begin_anew(self._turns())
         self.loop.begin_anew(state, rounds)
         self.begin()
 

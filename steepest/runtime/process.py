@@ -52,7 +52,7 @@ from steepest.core.messages.message import (
     worker_peer,
 )
 from steepest.core.models.protocol import Model, overrides
-from steepest.core.models.step_size import StepSize
+from steepest.core.models.step_size import StepSize, making_models
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.optim.torch_without_compiler import spare_compiler
@@ -173,6 +173,7 @@ class ProcessActor:
             began(os.getpid()) if runtime().owns_process else None,
         )
         self._extensions = EXTENSIONS if extensions is None else tuple(extensions)
+        self._ahead: Any = None  # makes the models as `model_creator`, which it has begun to
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._memory: Memory | None = None  # for the replicas, until they are bound
@@ -252,9 +253,26 @@ class ProcessActor:
     def reserve(self, nbytes: int) -> None:
         """Take memory of `nbytes`, a model's size, for the servers that the process will host."""
         self._retained.vector(nbytes).zero_()
+        if self._ahead is not None:
+            self._ahead.end()
+            self._ahead = None
 
-    def prepare(self, model_creator: ModelCreator) -> None:
-        """Import what the models need, which unpickling `model_creator` does."""
+    @on_router
+    def prepare(self, model_creator: ModelCreator, size: StepSize, pid: int) -> None:
+        """Do what is alike for all workers' models: import what they need, which unpickling `model_creator` does.
+
+        A creator with a method `ahead` is also run, up to where it needs the worker's number, if that leaves as much
+        memory free as it takes.
+
+        Args:
+            model_creator: the user's.
+            size: of the job's steps, with its seed.
+            pid: of a worker, which shows how much memory it takes.
+        """
+        ahead, free = getattr(model_creator, "ahead", None), free_bytes()
+        if ahead is not None and (free is None or free > 2 * _resident_bytes(pid)):
+            with making_models(size):
+                self._ahead = ahead()
 
     def place(self) -> Place:
         """Return where the process runs."""
@@ -273,8 +291,9 @@ class ProcessActor:
         """Make a worker's models, one for each device, with `seed`; return their common description."""
         self._index = worker
         self._models, description = build_models(
-            model_creator, worker, devices, seed, cut, size, self._extensions
+            self._ahead or model_creator, worker, devices, seed, cut, size, self._extensions
         )
+        self._ahead = None
         warn_if_short(
             2 * description.layout.nbytes,
             f"memory for the weights and gradients of worker {worker}",
@@ -676,10 +695,10 @@ def _use_threads(threads: int) -> None:
     tell_frameworks_of_threads(threads)
 
 
-def _resident_bytes() -> int:
-    """Return the resident bytes of this process; 0 if the system does not tell."""
+def _resident_bytes(pid: int | None = None) -> int:
+    """Return the resident bytes of a process, by default this one; 0 if the system does not tell."""
     try:
-        with open("/proc/self/statm") as file:
+        with open(f"/proc/{pid or 'self'}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0

@@ -245,6 +245,40 @@ def test_what_a_loop_draws_is_drawn_again_after_a_death(script: Any) -> None:
             assert difference(found.weights, whole) < 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_a_spare_process_has_run_what_stands_before_the_loop(strategy: str) -> None:
+    """Whichever worker dies: it asks for its rank when it has taken that one's place. The bits are the same."""
+    began: list[float] = []
+    simulation = Simulation(1)
+    script = Two(averaging, optimizer=sgd(momentum=0.9), data=samples(15), epochs=4)
+
+    def slow() -> None:
+        began.append(simulation.scheduler.now)
+        pause(0.5)  # it loads data
+        script()
+
+    class Death(steepest.Callback):
+        def on_step(self, sgd: Any, result: Any) -> None:
+            if result.step == 3:
+                pause(2.0)
+                self.at = simulation.scheduler.now
+                victim = next(p for p in simulation.living() if p.name == "steepest worker 1")
+                simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+    failure, death = FailureConfig(spares=1, patience=math.inf, snapshot_every=1), Death()
+    with simulation.running():
+        found = steepest.run(
+            slow,
+            num_workers=2,
+            strategy=strategy,
+            run_config=run_config(failure=failure),
+            callbacks=[death],
+            progress=False,
+        )
+    assert sum(at < death.at for at in began) == 3
+    assert difference(found.state_dict, script.alone(2)) < 1e-12
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_without_deaths(strategy: str) -> None:

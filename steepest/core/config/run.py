@@ -41,7 +41,10 @@ class FailureConfig:
         spares: idle processes kept ready to take a dead worker's place, which then takes tenths of
             a second instead of the seconds that Python and torch need to start; each holds a few
             hundred MB. None for one, started when the job has trained for 20 seconds; with GPUs
-            there are none.
+            there are none. A spare process of `steepest.run` also runs the function up to
+            `prepare`, or up to its first call of `rank`, and holds the data that it has loaded
+            there. It only imports the function's modules if that would leave less memory free
+            than a worker takes.
         snapshot_every: updates after which the driver copies everything that a checkpoint holds
             into its memory, while training goes on, but for rows of tables with a directory, which go to
             disks of two processes; the first copy is of the state with which

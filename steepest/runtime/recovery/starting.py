@@ -231,7 +231,9 @@ class Reserve:
             seats = cluster.placement.order
             seat = seats[number % len(seats)]
             actor = cluster.start_process("spare", seat, 0, 0, cpus)
-            runtime().call(actor, "prepare", cluster.creator)
+            size = replace(cluster.size, seed=cluster.job.seed)
+            pid = cluster.members[worker_peer(number % len(seats))].place.pid
+            runtime().call(actor, "prepare", cluster.creator, size, pid)
             self._spares.append(_Spare(actor, runtime().call(actor, "place"), seat))
 
     def take(self, node: str) -> Any | None:
