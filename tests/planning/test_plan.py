@@ -152,6 +152,7 @@ def test_work_beside_the_passes_takes_time() -> None:
         Costs(added=1e-9),
         Costs(message=1e-4),
         Costs(alone=1e-4),
+        Costs(wake=1e-4),
         Costs(sent=1e-9),
     ):
         free = predict(made_up(SECONDS), strategy, 4, links)
@@ -171,13 +172,13 @@ def test_a_pass_takes_the_processors_that_were_measured(processor: float) -> Non
 
 def test_a_message_by_itself_costs_more_than_one_of_a_row() -> None:
     events = Events()
-    process = ModelledProcess(events, 0, alone=0.5)
+    process = ModelledProcess(events, 0, Costs(alone=0.5, wake=0.125))
     # the first is slept until, the second comes while it is worked on, the third when nothing is to be done
     for time in (1.0, 1.2, 9.0):
         events.at(time, lambda: process.deliver(0.25, lambda: None))
     assert not events.run()
     assert process.spent == pytest.approx(3 * 0.25 + 2 * 0.5)
-    assert process.cursor == pytest.approx(9.75)
+    assert process.cursor == pytest.approx(9.0 + 0.125 + 0.75)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -77,7 +77,7 @@ class ModelledProcess:
     Args:
         events: what is to happen.
         host: the number of its host.
-        alone: seconds of additional work for a message for which it had to be woken, see `Costs`.
+        costs: of a message for which it had to be woken.
 
     Attributes:
         host: the number of its host.
@@ -85,9 +85,9 @@ class ModelledProcess:
         spent: the seconds in which its thread has worked.
     """
 
-    def __init__(self, events: Events, host: int, alone: float = 0.0) -> None:
+    def __init__(self, events: Events, host: int, costs: Costs) -> None:
         self.host, self.cursor, self.spent = host, 0.0, 0.0
-        self._alone = alone
+        self._costs = costs
         self._events = events
         self._inbox: deque[tuple[float, Callable[[], None]]] = deque()
         self._task: Task | None = None
@@ -104,8 +104,10 @@ class ModelledProcess:
         if self._is_busy:
             self._inbox.append((seconds, act))
             return
-        slept = self.cursor < self._events.now
-        self._inbox.append((seconds + self._alone if slept else seconds, act))
+        if self.cursor < self._events.now:  # it slept
+            self.cursor = self._events.now + self._costs.wake
+            seconds += self._costs.alone
+        self._inbox.append((seconds, act))
         self._go()
 
     @property
@@ -240,8 +242,14 @@ class LinkTraffic:
         size: int,
         act: Callable[[], None],
         many: int = 1,
+        *,
+        copied: bool = False,
     ) -> None:
-        """Send a payload of `size` bytes, in `many` messages, at the sender's cursor; the receiver calls `act`."""
+        """Send a payload of `size` bytes, in `many` messages, at the sender's cursor; the receiver calls `act`.
+
+        Args:
+            copied: whether the receiver copies it inside a host, too, where others read it where it lies.
+        """
         if source is target:
             target.deliver(0.0, act)
             return
@@ -249,6 +257,7 @@ class LinkTraffic:
         handling = many * costs.message
         if source.host == target.host:
             source.spend(handling)
+            handling += size * costs.received if copied else 0.0
             self._events.at(source.cursor, partial(target.deliver, handling, act))
             return
         source.spend(handling + size * costs.sent)

@@ -36,6 +36,7 @@ from steepest.core.messages.message import Message, Peer, PushId
 from steepest.core.models.step_size import StepSize
 from steepest.core.status import Status
 from steepest.core.system import system
+from steepest.core.tensors.allocator import keep_freed_memory
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.core.transport.router import Router
@@ -76,7 +77,7 @@ def measure(
     """Train a model on this process for some batches, and return the times measured.
 
     It is a job of one worker with the library's own roles: models, optimizer and data are used as in training.
-    Each number is a median.
+    Each number is a median. Memory that the model frees stays with this process.
 
     Args:
         model_creator: as of `DistributedSGD`, or a `LoopCreator`.
@@ -88,6 +89,7 @@ def measure(
         ConfigurationError: the model cannot be built. ModelRaisedError: it raised.
     """
     load = os.getloadavg()[0]
+    keep_freed_memory()  # as workers do
     job = _MeasuredJob(model_creator, seed)
     try:
         passes = job.take(_WARM + batches, seconds)
@@ -517,9 +519,10 @@ class _PushSink:
 
 
 def measure_transport() -> dict[str, float]:
-    """Return the cost of messages over TCP inside this host, as "message", "alone", "sent" and "received" of `Costs`.
+    """Return the cost of messages over TCP inside this host, as "message", "alone", "wake", "sent" and "received" of `Costs`.
 
-    Processor time of the sending and of the receiving thread, so that a busy machine changes it little.
+    Processor time of the sending and of the receiving thread, so that a busy machine changes it little; "wake" is
+    what a message by itself takes by the clock beyond that.
     """
     here, there, token = Router(), Router(), secrets.token_bytes(32)
     ends = Peer("worker", 0), Peer("server", 0)
@@ -540,33 +543,46 @@ def measure_transport() -> dict[str, float]:
         large = _processor_seconds(here, there, sink, payload, _REPEATS * 2)
         sent, received = (max(seconds, 0.0) / (_REPEATS * 2 * _LARGE) for seconds in large)
         message = sum(both) / 2 / _MESSAGES
-        alone = max(_alone(here, there, sink) - message, 0.0)
-        return {"message": message, "alone": alone, "sent": sent, "received": received}
+        clock, processor = _alone(here, there, sink)
+        return {
+            "message": message,
+            "alone": max(processor / 2 - message, 0.0),
+            "wake": max(clock - processor, 0.0),
+            "sent": sent,
+            "received": received,
+        }
     finally:
         for router in (here, there):
             router.stop()
 
 
-def _alone(here: Router, there: Router, sink: _PushSink) -> float:
-    """Return the processor time of one thread for a message by itself, when caches hold other things."""
+def _alone(here: Router, there: Router, sink: _PushSink) -> tuple[float, float]:
+    """Return the time by the clock, and that of both threads' processors, of a message by itself.
+
+    Caches hold other things, and the receiver sleeps.
+    """
     elsewhere, send = torch.zeros(_ELSEWHERE), here.sender(Peer("worker", 0))
     push = Push(1, 0, 1, 0, 0, 1.0, 1.0)
 
     def empty() -> None:
         sink.taken.set()
 
-    def spent(act: Callable[[], None]) -> float:
+    def spent(act: Callable[[], None]) -> tuple[float, float]:
         began = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
+        clocks = []
         for _ in range(_ALONE):
             elsewhere.add_(1.0)
             sink.taken.clear()
+            sent = time.perf_counter()
             here.call(act).result(_SECONDS)
             if not sink.taken.wait(_SECONDS):
                 raise SteepestError("a message inside this host did not arrive in time")
+            clocks.append(time.perf_counter() - sent)
         ended = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
-        return sum(ended) - sum(began)
+        return statistics.median(clocks), (sum(ended) - sum(began)) / _ALONE
 
-    return (spent(lambda: send(Peer("server", 0), push.pack())) - spent(empty)) / _ALONE / 2
+    message, nothing = spent(lambda: send(Peer("server", 0), push.pack())), spent(empty)
+    return message[0] - nothing[0], message[1] - nothing[1]
 
 
 def _processor_seconds(

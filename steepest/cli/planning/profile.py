@@ -19,6 +19,7 @@ class Costs:
         message: to send, or to receive and handle, one message without its payload, of several in a row.
         alone: additional, for a message by itself: sent during a pass, or received by a process that slept. Its
             code and data have left the processor's caches by then.
+        wake: until a process that slept begins with a message; no processor works meanwhile.
         sent, received: for each byte that is sent, or received, over TCP.
         added: for each byte of a gradient that a server adds up.
         applied: for each byte of weights in the optimizer's step.
@@ -27,6 +28,7 @@ class Costs:
 
     message: float = 0.0
     alone: float = 0.0
+    wake: float = 0.0
     sent: float = 0.0
     received: float = 0.0
     added: float = 0.0

@@ -234,8 +234,10 @@ class Simulation:
         # processor seconds of workers' processes and of the others
         self.ends: dict[int, tuple[float, ...]] = {0: (0.0,) * 6}
         self._last = 0  # the step with which `run` ends
-        slept = profile.costs.alone
-        processes = [ModelledProcess(self._events, host, slept) for host in hosts.workers]
+        costs = profile.costs
+        # where all contribute to each step the workers of a host read the servers' own weights
+        self._has_copies = job.servers_in_workers or not job.needs_all or bool(job.strategy.local)
+        processes = [ModelledProcess(self._events, host, costs) for host in hosts.workers]
         serving = job.servers_in_workers
         holding = self._coordinator.holding | {0}  # others take no time and send nothing
         self._workers = [
@@ -250,7 +252,7 @@ class Simulation:
                 job,
                 profile,
                 sizes,
-                processes[index] if serving else ModelledProcess(self._events, host, slept),
+                processes[index] if serving else ModelledProcess(self._events, host, costs),
                 schedule,
             )
             for index, host in enumerate(hosts.servers)
@@ -352,6 +354,5 @@ class Simulation:
         self, source: ModelledProcess, server: int, worker: int, version: int, chunk: int, size: int
     ) -> None:
         role = self._workers[worker]
-        self._traffic.send(
-            source, role.process, size, partial(role.take_weights, version, chunk, size)
-        )
+        act = partial(role.take_weights, version, chunk, size)
+        self._traffic.send(source, role.process, size, act, copied=self._has_copies)
