@@ -159,6 +159,23 @@ def test_work_beside_the_passes_takes_time() -> None:
         assert predict(made_up(SECONDS, costs=costs), strategy, 4, links).seconds > free.seconds
 
 
+@pytest.mark.parametrize(
+    ("strategy", "copies"), [("ps", 0), ("allreduce", 1), ("async", 2), ("local", 1)]
+)
+def test_inside_a_host_only_weights_of_its_own_cost_a_worker_bytes(
+    strategy: str, copies: float
+) -> None:
+    received, chosen = 1e-10, as_strategy(strategy)
+    free, costly = (
+        predict(profile, chosen, 2, Links(1e12, 0.0), 1 if chosen.has_servers else None, cores=8)
+        for profile in (made_up(SECONDS), made_up(SECONDS, costs=Costs(received=received)))
+    )
+    # allreduce: each worker has half of them from the other one; local: the server is in the first one
+    assert costly.beside - free.beside == pytest.approx(
+        copies * made_up(SECONDS).nbytes * received, rel=0.05
+    )
+
+
 @pytest.mark.parametrize("processor", [0.01, 0.3])
 def test_a_pass_takes_the_processors_that_were_measured(processor: float) -> None:
     found = predict(
