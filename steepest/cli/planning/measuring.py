@@ -519,7 +519,7 @@ class _PushSink:
 
 
 def measure_transport() -> dict[str, float]:
-    """Return the cost of messages over TCP inside this host, as "message", "alone", "wake", "sent" and "received" of `Costs`.
+    """Return the cost of messages over TCP inside this host: what `Costs` has of them, by its names.
 
     Processor time of the sending and of the receiving thread, so that a busy machine changes it little; "wake" is
     what a message by itself takes by the clock beyond that.
