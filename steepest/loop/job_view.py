@@ -45,6 +45,7 @@ class JobView:
 
     Attributes:
         kind, size: as given.
+        rank: the number of the worker. A function that runs ahead waits, where it reads it, until there is one.
         turns: as given; others where the function has begun anew.
         asked: what the function has asked for last, and waits for; None before it, and once it has ended.
         next_epoch: of the job's next step, as far as it is known.
@@ -53,20 +54,21 @@ class JobView:
     """
 
     def __init__(self, turns: Turns, rank: int | None, size: int, kind: LoopKind) -> None:
-        self._rank, self.size, self.kind = rank, size, kind
+        self.size, self.kind = size, kind
+        if rank is not None:
+            self.rank = rank
         self.begin_anew(turns)
 
     def take_seat(self, rank: int, size: int) -> None:
         """Take another rank, or a rank among another number of workers, from now on."""
-        self._rank, self.size = rank, size
+        self.rank, self.size = rank, size
 
-    @property
-    def rank(self) -> int:
-        """The number of the worker. A function that runs ahead waits here until there is one."""
-        if self._rank is None:
-            self.turns.ask(Ask.SEAT)
-        assert self._rank is not None
-        return self._rank
+    def __getattr__(self, name: str) -> int:
+        """Wait for the rank where there is none yet; a property would be called in each step."""
+        if name != "rank":
+            raise AttributeError(name)
+        self.turns.ask(Ask.SEAT)
+        return self.rank
 
     def begin_anew(self, turns: Turns) -> None:
         """Begin with a function that has not run yet."""
