@@ -258,19 +258,24 @@ class ProcessActor:
             self._ahead = None
 
     @on_router
-    def prepare(self, model_creator: ModelCreator, size: StepSize, pid: int) -> None:
+    def prepare(
+        self, model_creator: ModelCreator, size: StepSize, workers: Sequence[Place]
+    ) -> None:
         """Do what is alike for all workers' models: import what they need, which unpickling `model_creator` does.
 
-        A creator with a method `ahead` is also run, up to where it needs the worker's number, if that leaves as much
-        memory free as it takes.
+        A creator with a method `ahead` is also run, up to where it needs the worker's number, if as much memory stays
+        free as a worker of this node takes.
 
         Args:
             model_creator: the user's.
             size: of the job's steps, with its seed.
-            pid: of a worker, which shows how much memory it takes.
+            workers: where the job's workers are.
         """
+        here = [each.pid for each in workers if each.node == self._place.node]
         ahead, free = getattr(model_creator, "ahead", None), free_bytes()
-        if ahead is not None and (free is None or free > 2 * _resident_bytes(pid)):
+        if ahead is not None and (
+            free is None or free > 2 * max(map(_resident_bytes, here or [os.getpid()]))
+        ):
             with making_models(size):
                 self._ahead = ahead()
 
@@ -647,7 +652,7 @@ class ProcessActor:
         return {
             "refused": refused,
             "bytes_sent": self._transport.bytes_sent,
-            "resident": _resident_bytes(),
+            "resident": _resident_bytes(os.getpid()),
             "processor": time.process_time(),
             "waited": processor_wait(),
             "tables": table_counts(self._servers),
@@ -695,10 +700,10 @@ def _use_threads(threads: int) -> None:
     tell_frameworks_of_threads(threads)
 
 
-def _resident_bytes(pid: int | None = None) -> int:
-    """Return the resident bytes of a process, by default this one; 0 if the system does not tell."""
+def _resident_bytes(pid: int) -> int:
+    """Return the resident bytes of a process; 0 if the system does not tell."""
     try:
-        with open(f"/proc/{pid or 'self'}/statm") as file:
+        with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0

@@ -232,8 +232,9 @@ class Reserve:
             seat = seats[number % len(seats)]
             actor = cluster.start_process("spare", seat, 0, 0, cpus)
             size = replace(cluster.size, seed=cluster.job.seed)
-            pid = cluster.members[worker_peer(number % len(seats))].place.pid
-            runtime().call(actor, "prepare", cluster.creator, size, pid)
+            members = cluster.members.items()
+            workers = [member.place for peer, member in members if peer.role == "worker"]
+            runtime().call(actor, "prepare", cluster.creator, size, workers)
             self._spares.append(_Spare(actor, runtime().call(actor, "place"), seat))
 
     def take(self, node: str) -> Any | None:
