@@ -21,6 +21,7 @@ from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.runtime.machine.runtime import MachineRuntime
 from tests.core import models
 from tests.jobs_on_processes import CONFIG, trained
+from tests.processes import until
 from tests.reference import same_bits
 from tests.step_callbacks import After
 
@@ -102,6 +103,23 @@ def test_of_a_job_that_ends_or_does_not_begin_nothing_is_left(
     assert machine._template is not None
     assert not machine._template._forks
     assert left() <= before, "of the job before some may have been closed late"
+
+
+def test_the_end_of_a_job_waits_for_a_process_whose_end_is_known_but_whose_socket_is_open(
+    machine: MachineRuntime,
+) -> None:
+    trained(models.classifier, 1, epochs=1)
+    template = machine._template
+    assert template is not None
+    process = template.fork("a process", {})
+    until(lambda: process.pid > 0)
+    with process._lock:  # so that what reads from it cannot note its end
+        process.kill()
+        assert "SIGKILL" in process.how.result(20)
+        assert template._forks, "the end of a job would not wait for it"
+    template.end_forks()
+    assert not template._forks
+    assert process._frames.socket.fileno() == -1
 
 
 def test_an_extension_that_cannot_be_pickled_is_refused() -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
@@ -34,10 +34,15 @@ _GONE_SECONDS = 5.0
 
 
 class ForkedProcess:
-    """One process: its socket, its output, and the calls that it has not answered."""
+    """One process: its socket, its output, and the calls that it has not answered.
 
-    def __init__(self, number: int, name: str) -> None:
-        self.number, self.name = number, name
+    Args:
+        name: of the process.
+        gone: is called when it has ended and its socket is closed.
+    """
+
+    def __init__(self, name: str, gone: Callable[[], object]) -> None:
+        self.name, self._gone = name, gone
         self.pid = 0  # until it has started
         self.how: Answer[str] = Answer()  # it has ended, as the template says it
         self._cause: str | None = None  # of its end
@@ -186,6 +191,7 @@ class ForkedProcess:
         self._frames.socket.close()
         for call in calls.values():
             call.parcel.set_exception(ProcessDiedError(cause))
+        self.how.add_done_callback(lambda _: self._gone())
 
 
 class _Output:
@@ -270,8 +276,10 @@ class ForkServer:
     def fork(self, name: str, environment: Mapping[str, str]) -> ForkedProcess:
         """Return a process that will be forked."""
         with self._lock:
-            process = ForkedProcess(next(self._numbers), name.removeprefix("steepest "))
-            self._forks[process.number] = process
+            number = next(self._numbers)
+            gone = partial(self._forks.pop, number)
+            process = ForkedProcess(name.removeprefix("steepest "), gone)
+            self._forks[number] = process
             settings = {
                 "environment": {**environment_of_process(), **environment},
                 "directory": os.getcwd(),
@@ -279,7 +287,7 @@ class ForkServer:
                 "name": name,
             }
             try:
-                self._frames.send((process.number, settings), descriptors=process.ends)
+                self._frames.send((number, settings), descriptors=process.ends)
             except OSError:
                 self._over()
             process.drop_ends()
@@ -292,7 +300,7 @@ class ForkServer:
                 if what == "started":
                     self._forks[number].started(value, *descriptors)
                 else:
-                    self._forks.pop(number).ended(_in_words(value))
+                    self._forks[number].ended(_in_words(value))
         self._over()
         self._frames.socket.close()
 
@@ -302,9 +310,8 @@ class ForkServer:
         how = "the process that forks them is gone"
         with contextlib.suppress(subprocess.TimeoutExpired):
             how += f": {_in_words(self._process.wait(_GONE_SECONDS))}"
-        for number in list(self._forks):
-            if (process := self._forks.pop(number, None)) is not None:
-                process.ended(how)
+        for process in list(self._forks.values()):
+            process.ended(how)
 
     def end_forks(self) -> None:
         """End all processes; return when they are gone and their output is printed."""
