@@ -49,7 +49,7 @@ CHOICE := $(if $(FULL),full or not full,not full)
 PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
 $(VENV)-%/.installed: $(STAMP)
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	test -e $@ || $(PYTHON) -m venv --clear $(@D)  # also after an install that was interrupted
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PACKAGES)")')" \
 	  > "$$($(@D)/bin/python -c "$(PACKAGES)")/of_the_tests.pth"
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
