@@ -14,14 +14,15 @@ Before the first spell the job trains for half a minute: by then there is the sp
 ``--strategy local`` and ``local-quorum`` are local SGD in rounds of eight batches with one server and no copies; only
 workers die. With a quorum the others go on while one is missing.
 
-With ``--rivals`` one training loop of the user's own runs with two workers under each of these, of which one gets
-SIGKILL every 15 seconds, and no copies of anything; all are measured from what their workers write down
+With ``--rivals`` one training loop of the user's own runs with ``--workers`` (two) under each of these, of which one
+gets SIGKILL every 15 seconds, and no copies of anything; all are measured from what their workers write down
 (`benchmarks.goodput_rivals`):
 
-``steepest``          `steepest.run` and `steepest.prepare`: a step waits for the successor, as by default
-``steepest-goes-on``  the same with ``FailureConfig(patience=0)``: the other worker goes on in smaller steps until then
-``ray-train``         Ray Train's ``TorchTrainer`` on Gloo, ``max_failures=-1``, a checkpoint every 20 steps
-``torchft``           torchft's ``Manager`` and ``DistributedDataParallel`` on Gloo, a replica each
+``steepest``            `steepest.run` and `steepest.prepare`: a step waits for the successor, as by default
+``steepest-allreduce``  the same with ``strategy="allreduce"``: a death takes all back to the last copy in the driver
+``steepest-goes-on``    the first with ``FailureConfig(patience=0)``: the others go on in smaller steps until then
+``ray-train``           Ray Train's ``TorchTrainer`` on Gloo, ``max_failures=-1``, a checkpoint every 20 steps
+``torchft``             torchft's ``Manager`` and ``DistributedDataParallel`` on Gloo, a replica each
 
 Samples are counted once however often their steps are taken. Lost are those that lack in the updates if each is to be
 in one of each pass, doubled those that are in more; "in vain" are those computed that are in no update.
@@ -51,7 +52,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import goodput_rivals
 from benchmarks.elasticity import constant
 from benchmarks.goodput_rivals import END, RIVALS, Found, alive, missing, read
 from benchmarks.job_processes import kill, processes
@@ -221,8 +221,8 @@ def measure_rival(rival: str, options: argparse.Namespace) -> tuple[list[Spell],
         thread = threading.Thread(target=strike, args=(folder, spells, options, over))
         thread.start()
         try:
-            with ray_started(goodput_rivals.WORKERS + 2):
-                RIVALS[rival](folder)
+            with ray_started(options.workers + 2):
+                RIVALS[rival](folder, options.workers)
         finally:
             over.set()
             thread.join()
@@ -306,6 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--warm", type=float, default=WARM_SECONDS, help="seconds before all spells"
     )
     parser.add_argument("--rivals", nargs="*", choices=list(RIVALS), help="by default all")
+    parser.add_argument("--workers", type=positive, default=2, help="of each rival")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("steepest").setLevel(logging.ERROR)  # each death is a warning

@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.recovery_rivals import load_checkpoint, network, save_checkpoint
 
-WORKERS = 2
 BATCH = 32
 SAMPLES = 1408  # 22 steps of two batches
 SECONDS = 0.05  # that a gradient takes at least
@@ -219,21 +218,23 @@ def own_loop(folder: str) -> None:
                 return
 
 
-def train_with_steepest(folder: str, patience: float = math.inf) -> None:
+def train_with_steepest(
+    folder: str, workers: int, strategy: str = "ps", patience: float = math.inf
+) -> None:
     """`steepest.run`; `patience` as of `FailureConfig`, by default that of `run`: a step waits for a successor."""
     import steepest
 
     failure = steepest.FailureConfig(max_failures=1_000_000, patience=patience)
     steepest.run(
         functools.partial(own_loop, folder),
-        num_workers=WORKERS,
-        strategy="ps",
+        num_workers=workers,
+        strategy=strategy,
         run_config=steepest.RunConfig(failure=failure),
         progress=False,
     )
 
 
-def train_with_ray(folder: str) -> None:
+def train_with_ray(folder: str, workers: int) -> None:
     """Ray Train's `TorchTrainer`, which begins again from its last checkpoint."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -243,7 +244,7 @@ def train_with_ray(folder: str) -> None:
         ray_loop,
         train_loop_config={"folder": folder},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=WORKERS),
+        scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(storage_path=results, failure_config=failure),
     ).fit()
 
@@ -278,7 +279,7 @@ def ray_loop(config: dict[str, Any]) -> None:
                 save_checkpoint(model, optimizer, step, rank)
 
 
-def train_with_torchft(folder: str) -> None:
+def train_with_torchft(folder: str, workers: int) -> None:
     """Replicas of torchft, each in a process that is started again when it was killed."""
     address = Path(folder, "lighthouse")
 
@@ -292,12 +293,12 @@ def train_with_torchft(folder: str) -> None:
     try:
         while not address.exists():
             time.sleep(POLL_SECONDS)
-        ranks = [str(rank) for rank in range(WORKERS)]
-        replicas |= {rank: start(rank, address.read_text()) for rank in ranks}
+        ranks = [str(rank) for rank in range(workers)]
+        replicas |= {rank: start(rank, address.read_text(), str(workers)) for rank in ranks}
         while not any(each.poll() == 0 for each in replicas.values()):
             for rank, each in replicas.items():
                 if each.poll() is not None:
-                    replicas[rank] = start(rank, address.read_text())
+                    replicas[rank] = start(rank, address.read_text(), str(workers))
             time.sleep(POLL_SECONDS)
         time.sleep(10 * POLL_SECONDS)  # who has not ended by now is a successor that comes too late
     finally:
@@ -317,7 +318,7 @@ def lighthouse_of_torchft(folder: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def torchft_loop(folder: str, rank: int, lighthouse: str) -> None:
+def torchft_loop(folder: str, rank: int, lighthouse: str, workers: int) -> None:
     """What one replica does, until so many steps are committed."""
     from torch.distributed import TCPStore
 
@@ -328,7 +329,7 @@ def torchft_loop(folder: str, rank: int, lighthouse: str) -> None:
     sampler = torchft.DistributedSampler(
         data(),
         replica_rank=rank,
-        num_replica_groups=WORKERS,
+        num_replica_groups=workers,
         group_rank=0,
         num_replicas=1,
         shuffle=True,
@@ -373,8 +374,10 @@ def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-RIVALS: dict[str, Callable[[str], None]] = {
+#: Each is called with a folder for its workers' notes, and the number of workers.
+RIVALS: dict[str, Callable[[str, int], None]] = {
     "steepest": train_with_steepest,
+    "steepest-allreduce": functools.partial(train_with_steepest, strategy="allreduce"),
     "steepest-goes-on": functools.partial(train_with_steepest, patience=0.0),
     "ray-train": train_with_ray,
     "torchft": train_with_torchft,
@@ -385,6 +388,6 @@ if __name__ == "__main__":
     if sys.argv[2] == "lighthouse":
         lighthouse_of_torchft(sys.argv[1])
     else:
-        torchft_loop(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+        torchft_loop(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     sys.stdout.flush()
     os._exit(0)  # threads of its Rust part wait for others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from steepest.core.engine.client import Client
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
-from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
+from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.errors import CheckpointError, DeadlineError
 from steepest.tables.job import table_chunk
 from steepest.tables.job.row_snapshots import READER_SECONDS, RowSnapshots
 from steepest.tables.job.table_chunk import TableChunk
 from steepest.tables.rows.dealing import Dealing
+from tests.hand_moved_clock import HandMovedClock
 from tests.table_tools import push, table
 
 READER = Peer("client", 0)
@@ -80,6 +82,24 @@ def test_a_client_takes_a_read_that_was_given_up_to_its_end(held: TableChunk) ->
             client.handle(server_peer(0), message)
     assert {(peer, message.kind) for peer, message in sent} == {(server_peer(0), Kind.READ_ON)}
     assert {message.body.sequence for _, message in sent} == {99}
+
+
+def test_a_read_takes_as_long_as_its_slowest_server_sends_and_not_as_servers_let_it_wait(
+    clock: HandMovedClock,
+) -> None:
+    sent: list[Message] = []
+    layout = ParameterLayout((), (CHUNK, replace(CHUNK, index=1)))
+    client = Client(layout, [[0], [1]], 2, lambda peer, message: sent.append(message))
+    future = client.read("state")
+    sequence = sent.pop().body.sequence
+    part = StateTensor(sequence, 1, "rows", "values", 0, 1, False, "float32", [1])
+    end = SnapshotEnd(1, sequence, 4)
+    client.handle(server_peer(0), end.pack())
+    clock.seconds += 5.0
+    client.handle(server_peer(1), part.pack(payload=torch.zeros(4, dtype=torch.uint8)))
+    clock.seconds += 0.5
+    client.handle(server_peer(1), end.pack())
+    assert future.result(0).seconds == 0.5
 
 
 def test_a_read_that_is_held_goes_on_as_its_records_are_taken(held: TableChunk) -> None:

@@ -52,7 +52,7 @@ class FailureConfig:
             process dies that held the only copy of something, all continue from the last snapshot,
             and a message says how many updates are made again. Where every worker contributes to
             each update they give the same bits again. None for as often as costs about one per cent
-            of the time, at most once in a second. With 0 there are no snapshots, and that death is
+            of the time, at most four times in a second. With 0 there are no snapshots, and that death is
             an error. A strategy's `replication` loses nothing.
         patience: seconds that a step to which all workers contribute waits for a dead worker's
             successor, when no spare process is ready, before the other workers continue without it

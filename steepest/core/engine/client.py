@@ -90,11 +90,12 @@ class _Reading:
     # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
     records: dict[tuple[Any, ...], Record | None] = field(default_factory=dict)  # None once taken
     held: list[Peer] | None = None  # servers that wait for `take`; None where none has to
-    began: float = 0.0  # when the first part came
+    began: dict[int, float] = field(default_factory=dict)  # when the first part of each server came
 
-    def begin(self) -> None:
-        """Note that a part comes."""
-        self.began = self.began or system().now()
+    def note_part(self, server: int) -> None:
+        """Note that a part of a server's comes."""
+        began = self.began.setdefault(server, system().now())
+        self.snapshot.seconds = max(self.snapshot.seconds, system().now() - began)
 
 
 @dataclass
@@ -347,7 +348,8 @@ class Client:
             message.source is not None and message.source.index not in read.awaited
         ):
             return None
-        read.begin()
+        if message.source is not None:
+            read.note_part(message.source.index)
         if isinstance(body, Weights):
             view = self._layout.chunk_view(read.weights, body.chunk)
             if view.numel() == size:
@@ -427,7 +429,7 @@ class Client:
         """Take a server's part of a snapshot, or its end."""
         if source.index not in read.awaited:
             return  # a copy
-        read.begin()
+        read.note_part(source.index)
         if message.kind is Kind.WEIGHTS:
             weights: Weights = message.body
             view = self._layout.chunk_view(read.weights, weights.chunk)
@@ -465,7 +467,6 @@ class Client:
         if not read.awaited:
             del self._reads[end.sequence]
             read.snapshot.records += [each for each in read.records.values() if each is not None]
-            read.snapshot.seconds = self._now() - read.began
             read.future.set_result(read.snapshot)
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 #: A snapshot is taken at most this share of the time, and at most once in so many seconds.
 _SHARE = 0.01
-_PAUSE_SECONDS = 1.0
+_LEAST_SECONDS = 0.25
+_PAUSE_SECONDS = 1.0  # from one that has failed to the next
 #: Workers are told of a version so long before they come to it; doubled when that was too late.
 _NOTICE_SECONDS = 0.05
 _MOST_NOTICE_SECONDS = 10.0
@@ -59,13 +60,6 @@ class _CopyRequest:
     log: Future[list[Commit]] | None = None  # asked for when servers have answered
     copies: RowCopies | None = None  # likewise
     asked: float = field(default_factory=lambda: system().now())
-    answered: float = 0.0  # when the servers' part had come
-
-    def __post_init__(self) -> None:
-        self.servers.add_done_callback(self._note)
-
-    def _note(self, servers: Future[SharedState]) -> None:
-        self.answered = system().now()
 
     def has_come(self) -> bool:
         """Return whether all parts have come, or will not."""
@@ -331,13 +325,11 @@ class Snapshots:
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
             return True
-        cost = request.answered - request.asked
-        if request.version is not None:  # it waited for that version, which cost nothing
-            cost = _COPYING * snapshot.seconds
-        cost += max((each.seconds for each in own), default=0.0)
+        # what it waited for, such as that version, cost nothing
+        cost = _COPYING * snapshot.seconds + max((each.seconds for each in own), default=0.0)
         # one that had to wait for a busy process says little of what the others will cost
         self._costs.append(cost)
-        self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
+        self._due = now + max(min(self._costs) / _SHARE, _LEAST_SECONDS)
         return True
 
     def _keep_rows(self, *numbers: int) -> None:
