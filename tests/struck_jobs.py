@@ -285,7 +285,7 @@ class StruckJob:
         same(trainer.step().step, began + 5, "after resize() step() returned step")
         self.expect(self.alone.at(began + 5))
         steps = [row["step"] for row in trainer.history.steps]
-        same(steps[-5:], list(range(began + 1, began + 6)), "the history ends with steps")
+        same(steps, list(range(1, began + 6)), "the history has steps")
 
     def end(self) -> None:
         """Note what is to be compared when the job has ended."""
