@@ -108,7 +108,7 @@ class Found:
     commits: int = 0
     lost: int = 0
     twice: int = 0
-    wrong: int = 0
+    wrong: list[str] = field(default_factory=list)  # epochs without each sample once, in words
     interrupted: Counter[str] = field(default_factory=Counter)  # calls, by name
     reports: int = 0
     accuracy: float = 0.0
@@ -182,15 +182,19 @@ class Steps(Callback):
                 os.kill(pids[what], signal.SIGKILL)
                 self.killed.append(what)
 
-    def wrong(self, epoch: int) -> int:
-        """How many epochs before this one did not have each sample once; they are forgotten."""
+    def wrong(self, epoch: int) -> list[str]:
+        """The epochs before this one that did not have each sample once, with their steps; they are forgotten."""
         self._open = max(self._open, epoch)
-        counts: Counter[int] = Counter()
-        for step, (of, samples) in list(self._heard.items()):
+        steps: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for step, (of, samples) in sorted(self._heard.items()):
             if of is not None and of < epoch:
-                counts[of] += samples
+                steps[of][step] = samples
                 del self._heard[step]
-        return sum(count != self.samples for count in counts.values())
+        return [
+            f"epoch {of} has {sum(each.values())} of {self.samples} samples, by step {each}"
+            for of, each in steps.items()
+            if sum(each.values()) != self.samples
+        ]
 
 
 def to_driver(number: signal.Signals) -> None:
@@ -487,8 +491,9 @@ def report(found: Found) -> bool:
         f"({', '.join(f'{name} {n}' for name, n in found.interrupted.most_common())}), "
         f"{found.reports} reports; {found.commits:,} updates, {found.back} of them again, accuracy "
         f"{found.accuracy:.1%}; samples lost {found.lost}, committed twice {found.twice}; epochs "
-        f"without each sample once {found.wrong}"
+        f"without each sample once {len(found.wrong)}"
     )
+    print(*found.wrong, sep="\n")
     if found.error:
         print(f"ended by {found.error}")
     each = [

@@ -179,16 +179,18 @@ def _hold(lock: str, done: Any) -> None:
 
 
 def test_samples_of_epochs_are_added_up_also_when_steps_are_taken_again() -> None:
-    def wrong(*steps: tuple[int, int, int]) -> int:
+    def wrong(*steps: tuple[int, int, int]) -> list[str]:
         book = soak.Steps(6)
         for step, epoch, samples in steps:
             book.on_step(None, StepResult(step, epoch, 0.0, {}, samples, ()))  # type: ignore[arg-type]
         return book.wrong(1)
 
     whole = [(1, 0, 2), (2, 0, 2), (3, 0, 2), (4, 1, 2)]
-    assert wrong(*whole) == wrong(*whole[:2], *whole) == 0
-    assert wrong((1, 0, 2), (2, 0, 2), (3, 1, 2)) == 1
-    assert wrong(*whole[:3], (4, 0, 2), (5, 1, 2)) == 1
+    assert wrong(*whole) == wrong(*whole[:2], *whole) == []
+    assert wrong((1, 0, 2), (2, 0, 2), (3, 1, 2)) == [
+        "epoch 0 has 4 of 6 samples, by step {1: 2, 2: 2}"
+    ]
+    assert len(wrong(*whole[:3], (4, 0, 2), (5, 1, 2))) == 1
 
 
 @pytest.mark.parametrize("lacks", [0, 2])
@@ -199,7 +201,7 @@ def test_steps_of_which_an_interrupted_call_did_not_hear_are_in_the_history(lack
     for step in (1, 5):
         book.on_step(trainer, StepResult(step, step // 4, 0.0, {}, 2, ()))  # type: ignore[arg-type]
     assert book.back == 0
-    assert book.wrong(1) == (1 if lacks else 0)
+    assert len(book.wrong(1)) == (1 if lacks else 0)
     book.on_step(trainer, StepResult(4, 1, 0.0, {}, 2, ()))  # type: ignore[arg-type]
     assert book.back == 2
 
