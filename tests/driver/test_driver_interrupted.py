@@ -82,6 +82,29 @@ def test_after_a_call_was_struck_every_call_works(
     strike(name, workers, action, what, place, tmp_path, settles=settles)
 
 
+@pytest.mark.long
+def test_no_step_lacks_in_the_history_at_whichever_moment_of_one_a_death_and_ctrl_c_come(
+    tmp_path: Path,
+) -> None:
+    events = length("copies", 2, "fit", tmp_path / "undisturbed").events
+    for event in range(events // 4, events // 2):
+        with running(KINDS["copies"], 2, tmp_path / str(event)) as job:
+            simulation, hits = job.simulation, []
+
+            def strike_both(job: StruckJob = job, hits: list[Any] = hits) -> None:
+                job.kill("server 0")
+                hits.append(job.simulation.interrupt(1, error=KeyboardInterrupt()))
+
+            job.begin()
+            simulation.at_event(event, strike_both)
+            with pytest.raises(KeyboardInterrupt):
+                job.trainer.fit(steps=4, progress=False)
+            hits[0].forget()
+            job.expect(*(job.alone.at(job.alone.step + more) for more in range(5)))
+            job.works()
+            job.end()
+
+
 def every(*quick: tuple[str, str, int], long: int) -> list[Any]:
     """Return actions, kinds and numbers of workers: those given, so many that are long, and the rest in full."""
     rows = list(itertools.product(ACTIONS, KINDS, WORKERS))

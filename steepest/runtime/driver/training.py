@@ -121,6 +121,8 @@ class Training:
         self.rates = cluster.rates
         self.stopping = False  # whether `stop` was called in the present `stoppable` block
         self._stoppable = 0  # blocks in each other in which `stop` has an effect
+        self._granted = 0  # the last step that workers were asked for
+        self._counted = 0  # the last step that was counted, or set
         self._newest = 0  # the greatest number of steps committed in the steps that are being taken
         self._supervisor = supervisor
         self._timeout = cluster.run_config.deadlines.step
@@ -274,6 +276,9 @@ class Training:
         self._began = system().now()
         self.running, self._idle = True, True
         self._newest = max(self.step, self._supervisor.promised)
+        # a call may have been interrupted beside a death
+        self._count_unheard(self.cluster.plan[0], run)
+        self._counted = self.step
         self.rates.put_in_force(self._newest)
         goal = self._goal(run)
         self._supervisor.snapshots.ensure()  # for a death in the first step
@@ -325,7 +330,7 @@ class Training:
             most = min(goal, taken.done + max(lead - (run.handed_on - run.told), 0))
             if most > taken.granted and (taken.granted - taken.done) * 2 <= lead:
                 self._ask(most - taken.granted, run.stats, taken.generation)
-                taken.granted = most
+                taken.granted = self._granted = most
 
     def _stop_if_wanted(self, taken: _Taken, client: Client, *, changing: bool, goal: int) -> None:
         """Have workers stop for a change, or because the user wants it; find out after which step."""
@@ -378,10 +383,13 @@ class Training:
                 self._hand_on(late, plan, run)
             elif isinstance(late, AuditDifference):
                 self._supervisor.hear_difference(replace(late, waits=False))
-        while done < self.step:
-            done += 1
-            self._hand_on(_unheard(done, plan), plan, run)
+        self._count_unheard(plan, run)
         return self.step  # it may have been set back
+
+    def _count_unheard(self, plan: SamplePlan | None, run: StepRun) -> None:
+        """Count the steps that are committed but of which no result has come, such as those beside a death."""
+        for step in range(self._counted + 1, min(self.step, self._granted) + 1):
+            self._hand_on(_unheard(step, plan), plan, run)
 
     def _heard(self) -> None:
         """Note that processes are at work now."""
@@ -401,6 +409,7 @@ class Training:
 
     def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
         """Count a committed step, and return the user's view of its result."""
+        self._counted = result.step
         self.samples += result.samples
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled
@@ -536,14 +545,17 @@ class Training:
             # results come before it, whoever is silent meanwhile
             self.owner.attend(self._timeout, calls=[revoking])
             revoking.result(0)
+            over = True
         except (PeerLostError, DeadlineError, ShutdownError, FutureTimeoutError):
-            return  # no process is left to stop; the first error says why
-        while not client.outcomes.empty():
+            over = False  # no process is left to stop; the first error says why
+        for _ in range(client.outcomes.qsize()):
             outcome = client.outcomes.get()
             if isinstance(outcome, Result):
                 self._count(outcome, self.cluster.plan[0])
             elif isinstance(outcome, AuditDifference):
                 self._supervisor.hear_difference(replace(outcome, waits=False))
+            elif not over:
+                client.outcomes.put(outcome)
 
     def _raise_failure(self, failure: Failure) -> NoReturn:
         if failure.reason == "deadline":
