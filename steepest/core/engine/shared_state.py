@@ -25,9 +25,8 @@ class SharedState:
     #: Of the coordinator: "ledger" (see `Leases.state`), "history" and, if the schedule has a state that
     #: can be carried, "schedule" (see `Schedule.state`), which may be of an earlier step.
     state: dict[str, Any] = field(default_factory=dict)
-    seconds: float = (
-        0.0  # from the arrival of a server's first part to that of its last, of the slowest server
-    )
+    #: From the arrival of a server's first part to that of its last: the most of all servers.
+    seconds: float = 0.0
     #: Every commit up to this version, and perhaps later ones; None if they were not kept or are not known.
     log: list[Commit] | None = None
     #: Without weights, the processes that have each chunk.

@@ -545,16 +545,16 @@ class Training:
             # results come before it, whoever is silent meanwhile
             self.owner.attend(self._timeout, calls=[revoking])
             revoking.result(0)
-            over = True
+            stopped = True
         except (PeerLostError, DeadlineError, ShutdownError, FutureTimeoutError):
-            over = False  # no process is left to stop; the first error says why
+            stopped = False  # no process is left to stop; the first error says why
         for _ in range(client.outcomes.qsize()):
             outcome = client.outcomes.get()
             if isinstance(outcome, Result):
                 self._count(outcome, self.cluster.plan[0])
             elif isinstance(outcome, AuditDifference):
                 self._supervisor.hear_difference(replace(outcome, waits=False))
-            elif not over:
+            elif not stopped:  # the next call hears of it
                 client.outcomes.put(outcome)
 
     def _raise_failure(self, failure: Failure) -> NoReturn:

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,6 @@ class _CopyRequest:
     second: Callable[[int, Sequence[str]], RowCopies] | None = None  # has these copied
     log: Future[list[Commit]] | None = None  # asked for when servers have answered
     copies: RowCopies | None = None  # likewise
-    asked: float = field(default_factory=lambda: system().now())
 
     def has_come(self) -> bool:
         """Return whether all parts have come, or will not."""
@@ -273,7 +272,7 @@ class Snapshots:
         read_log = self._read_log if cluster.run_config.keep_log else None
         second = partial(second_copies, cluster) if kept else None
         self._request = _CopyRequest(job, servers, workers, exactly, read_log, number, second)
-        self._seen = (self._request.asked, cluster.client.position.version)
+        self._seen = (system().now(), cluster.client.position.version)
 
     def _read_log(self) -> Future[list[Commit]]:
         """Read the new entries of the coordinator's log."""
