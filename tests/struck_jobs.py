@@ -284,8 +284,10 @@ class StruckJob:
         same(trainer.num_workers, count - 1 if count > 1 else 2, "workers after resize()")
         same(trainer.step().step, began + 5, "after resize() step() returned step")
         self.expect(self.alone.at(began + 5))
-        steps = [row["step"] for row in trainer.history.steps]
-        same(steps, list(range(1, began + 6)), "the history has steps")
+        rows = trainer.history.steps
+        same([row["step"] for row in rows], list(range(1, began + 6)), "the history has steps")
+        lacking = [row["step"] for row in rows if not (row["samples"] and row["loss"] > 0)]
+        same(lacking, [], "the history has no samples or loss of steps")
 
     def end(self) -> None:
         """Note what is to be compared when the job has ended."""

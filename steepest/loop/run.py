@@ -53,16 +53,10 @@ class RunResult:
 class _StopsAtTheEnd(Callback):
     """Ends a `fit` when every worker's function has returned: the step then has no samples."""
 
-    def __init__(self) -> None:
-        self.first: int | None = None  # of such steps without others after them
-
     def on_step(self, sgd: Any, result: StepResult) -> None:
-        """Stop after a step without samples; a step whose statistics died with the coordinator does not count."""
-        if result.samples or not result.timings:
-            self.first = None
-            return
-        self.first = result.step if self.first is None else min(self.first, result.step)
-        sgd.stop()
+        """Stop after a step without samples."""
+        if not result.samples:
+            sgd.stop()
 
 
 @folds_frames
@@ -158,17 +152,11 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         for result in sgd._end_evaluations():
             for callback in callbacks:
                 callback.on_evaluation(sgd, result)
-        _end(sgd.history, ends.first)
-        return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
-
-
-def _end(history: History, first: int | None) -> None:
-    """Cut the history before the first step in which no worker had samples, and add what was reported since."""
-    if first is not None:
-        history.end(first)
-    history.end_epoch()
-    if left := history.reports.behind_the_last_step():
-        history.reported(left)
+        weights = sgd.state_dict()  # beside a death, after steps that are taken again
+        sgd.history.end()
+        if left := reports.behind_the_last_step():
+            sgd.history.reported(left)
+        return RunResult(reports.last(), reports.rows(), sgd.history, weights)
 
 
 @dataclass(frozen=True)

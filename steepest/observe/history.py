@@ -9,6 +9,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple, overload
 
 from steepest.core.system import system
@@ -180,7 +181,7 @@ class History(Sequence[dict[str, Any]]):
             result: of the step.
             figures: of the job.
             ends_epoch: whether its epoch ends with this step, and gets a row too; None where that is known only by
-                a step of the next one, or by `end_epoch`.
+                a step of the next one, or by `end`.
         """
         with self._lock:
             self._take_events()
@@ -193,11 +194,6 @@ class History(Sequence[dict[str, Any]]):
             while self._awaited and self._awaited[0].step <= result.step:
                 row = self._awaited.pop(0)
                 self._add(row.kind, row.step, row.time, row.what)
-
-    def end_epoch(self) -> None:
-        """Add the row of the epoch of the last step, unless it is there."""
-        with self._lock:
-            self._end_epoch(None)
 
     def _end_epoch(self, following: int | None) -> None:
         """Add the row of the last step's epoch, unless it is there, or the following step is of it."""
@@ -255,11 +251,15 @@ class History(Sequence[dict[str, Any]]):
             self.runs = {**runs, **self.runs}
             self.behind = dict(behind or {})
 
-    def end(self, step: int) -> None:
-        """Remove the rows, except events, from a step on: no worker had samples in these steps."""
+    def end(self) -> None:
+        """Remove the rows, except events, of the last steps in which no worker had samples; end the epoch."""
         with self._lock:
             self._take_events()
-            self._cut(step)
+            steps = (row for row in reversed(self._rows) if row.kind == "step")
+            empty = [row.step for row in takewhile(lambda row: not row.as_dict()["samples"], steps)]
+            if empty:
+                self._cut(empty[-1])
+            self._end_epoch(None)
 
     def _take_events(self) -> None:
         while self._seen < len(self._events):

@@ -468,8 +468,10 @@ class Cluster(JobContext):
             self.job, self.token, peers, node, self.router.destination, self.identity
         )
         self.router.use(transport)
-        self.client = host_client(self.router, self.job, index)
-        self.client.on_outcome = self.owner.wake
+        client = host_client(self.router, self.job, index)
+        if hasattr(self, "client"):
+            client.go_on_after(self.client)
+        self.client, client.on_outcome = client, self.owner.wake
         for end in self.ends:
             self.router.attach(transport.connect(end, self.run_config.deadlines.start))
         if self.job.strategy.in_driver:

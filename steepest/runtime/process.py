@@ -580,11 +580,16 @@ class ProcessActor:
         return self._servers[0].decisions.recent
 
     @on_router
-    def state_of(self, heard: Sequence[Sequence[Decision]]) -> Survivor:
-        """Return the state of this process' servers after they have caught up with all decisions in `heard`."""
+    def state_of(self, heard: Sequence[Sequence[Decision]], since: int) -> Survivor:
+        """Return the state of this process' servers after they have caught up with all decisions in `heard`.
+
+        Args:
+            heard: the decisions that each process' servers received.
+            since: the version after which results of steps are wanted.
+        """
         for server in self._servers:
             catch_up(server, heard)
-        return state_of(self._servers)
+        return state_of(self._servers, since)
 
     def watch(self) -> None:
         """Return when the process is stopped; raise RemoteError if its router has ended by an error."""

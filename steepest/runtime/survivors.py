@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.server import Server
 from steepest.core.engine.shared_state import SharedState
-from steepest.core.messages.gradients import Decision
+from steepest.core.messages.gradients import CommitOrder, Decision
 from steepest.core.protocol.decision_log import missing
 
 T = TypeVar("T", bound=Hashable)
@@ -24,6 +24,7 @@ class Survivor:
     # of the coordinator, from its last decision: ledger and history, and the schedule if one was sent
     state: dict[str, Any]
     log: list[list[Any]]  # entries of the coordinator's log
+    results: list[bytes]  # of the last steps, see `CommitOrder`
 
 
 def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
@@ -41,8 +42,8 @@ def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
         server.carry_out(decision)
 
 
-def state_of(servers: Sequence[Server]) -> Survivor:
-    """Return what the servers of one process hold."""
+def state_of(servers: Sequence[Server], since: int = 0) -> Survivor:
+    """Return what the servers of one process hold, with the results of the steps that ended after a version."""
     chunks = frozenset(
         index for server in servers if server.torn is None for index in server.chunks
     )
@@ -50,9 +51,14 @@ def state_of(servers: Sequence[Server]) -> Survivor:
     state = dict(recent[-1].state or {}) if recent else {}
     if servers[0].decisions.schedule:
         state["schedule"] = servers[0].decisions.schedule
-    return Survivor(
-        (servers[0].generation, servers[0].version), chunks, state, servers[0].decisions.log
-    )
+    results = [
+        result
+        for decision in recent
+        if isinstance(decision, CommitOrder) and decision.version > since
+        for result in decision.results
+    ]
+    position = servers[0].generation, servers[0].version
+    return Survivor(position, chunks, state, servers[0].decisions.log, results)
 
 
 def assemble(chunks: int, parts: Mapping[T, Survivor]) -> SharedState | None:

@@ -96,13 +96,13 @@ def test_a_successor_counts_the_batches_of_an_epoch_from_where_it_enters(
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_a_dead_worker_has_reported_counts(strategy: str, victim: int) -> None:
-    """But for what it has reported, or was about to, behind its last committed step."""
+    """But for the one that it has made, or was about to, behind its last committed step."""
     script = Script(telling, data=samples(24))
     expected = [row["loss"] for row in run(script, 2, STRATEGIES[strategy]).reports]
     found = [row["loss"] for row in without(script, 2, victim, 8, STRATEGIES[strategy]).reports]
     assert len(found) == len(expected) == 18
     wrong = [n for n, (a, b) in enumerate(zip(found, expected, strict=True)) if abs(a - b) > 1e-12]
-    assert set(wrong) <= {6, 7}  # what a coordinator has not told yet dies with it, under allreduce
+    assert len(wrong) <= 1, wrong
 
 
 def telling(parts: Parts, epochs: int) -> None:

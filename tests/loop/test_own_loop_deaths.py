@@ -21,7 +21,16 @@ from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.sample_places import SamplePlaces
 from steepest.errors import PeerLostError
 from tests.own_loop_runs import STRATEGIES
-from tests.own_loops import BATCH, Parts, Script, adversarial, alone, plain, without_loader
+from tests.own_loops import (
+    BATCH,
+    Parts,
+    Script,
+    accumulating,
+    adversarial,
+    alone,
+    plain,
+    without_loader,
+)
 from tests.random_examples import some_of
 from tests.reference import Task, Weights, difference, perceptron, samples, sgd
 from tests.simulated_programs import quiet
@@ -172,8 +181,6 @@ def check(strategy: Any, seed: int, deaths: int = 1) -> None:
     found = struck(SCRIPT, strategy, seed, deaths)
     averages, kept, rows = dict(AVERAGES), dict(KEPT), found.rows
     for row in rows:
-        if not row["timings"]:
-            continue  # what is known of this step died with the coordinator
         rate = 0.1 * 0.95 ** (row["step"] - 1) * 0.5 ** row["epoch"]
         assert row["learning_rate"][0] == pytest.approx(rate), row["step"]
     counts = {(kept[rank].count, kept[rank].epochs) for rank in range(rows[-1]["workers"])}
@@ -290,6 +297,46 @@ def test_without_deaths(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_process_dies(strategy: str, seed: int) -> None:
     check(STRATEGIES[strategy], seed)
+
+
+def at_event(script: Any, strategy: Any, copies: int, event: int = 0) -> tuple[list[Any], int]:
+    """The step, epoch, samples and loss of each row of a run whose coordinator dies; and the events of the run."""
+    simulation = Simulation(1)
+
+    def strike() -> None:
+        for each in simulation.living():
+            if each.name in ("steepest server 0", "steepest worker 0"):
+                simulation.world.kill(each, "it was killed. connection error code 2.")
+                return
+
+    failure = FailureConfig(patience=math.inf, snapshot_every=copies)
+    with simulation.running():
+        if event:
+            simulation.at_event(event, strike)
+        found = steepest.run(
+            script,
+            num_workers=2,
+            strategy=strategy,
+            run_config=run_config(failure=failure),
+            progress=False,
+        )
+        rows = [
+            [row[x] for x in ("step", "epoch", "samples", "loss")] for row in found.history.steps
+        ]
+        return rows, simulation.world.events
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("part", range(1, 13))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whenever_the_coordinator_dies_the_history_has_all_of_each_step(
+    strategy: str, part: int
+) -> None:
+    """Also of the steps whose results it had not sent, and where the job goes back to a copy of a later step."""
+    for script, copies in ((Script(plain), 1), (Script(accumulating), 7)):
+        expected, events = at_event(script, STRATEGIES[strategy], copies)
+        found, _ = at_event(script, STRATEGIES[strategy], copies, events * part // 13)
+        assert found == [pytest.approx(row) for row in expected]
 
 
 @pytest.mark.parametrize("micros", [1, 2])

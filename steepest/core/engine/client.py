@@ -144,6 +144,13 @@ class Client:
         # the failure by which the servers' chunks are of no version, see `Failure`
         self.torn: Failure | None = None
 
+    def go_on_after(self, before: Client) -> None:
+        """Take over what the client before this one has heard of steps, and nobody has taken from it."""
+        while not before.outcomes.empty():
+            outcome = before.outcomes.get()
+            if isinstance(outcome, (Result, AuditDifference)):
+                self.outcomes.put(outcome)
+
     def _tell(self, outcome: Outcome) -> None:
         self.outcomes.put(outcome)
         self.on_outcome()

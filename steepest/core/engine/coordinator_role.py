@@ -90,6 +90,8 @@ class CoordinatorRole:
         """Send the messages of a decision; those for clients may wait for later ones."""
         commits = 0
         for peer, message in decisions:
+            if message.kind is Kind.SNAPSHOT:
+                self._settle()  # a job that goes back to the snapshot lacks no result of a step before it
             if message.kind is Kind.COMMIT:
                 commits += peer.index in self.coordinator.holding
             elif commits > 1:
@@ -110,7 +112,8 @@ class CoordinatorRole:
 
     def _send_results(self) -> None:
         """Send clients' waiting messages in order, up to the first result whose commit no other server knows yet."""
-        self._sent_at = self._now()
+        if self._results:
+            self._sent_at = self._now()
         while self._results:
             peer, message = self._results[0]
             if message.kind is Kind.RESULT and message.body.version > self.coordinator.logged:

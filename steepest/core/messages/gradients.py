@@ -191,6 +191,8 @@ class CommitOrder(Decision, frozen=True):
         made: number of versions that it counts as.
         fragments: the parts of the model that it changes, ascending, under a rule of rounds.
         clock: the coordinator's time, in whole seconds since the epoch, if stores keep the time.
+        results: the body of the `Result` of each step that it ends, if servers remember decisions: the client may not
+            have been sent it when the coordinator dies.
     """
 
     rate: Factor
@@ -203,6 +205,7 @@ class CommitOrder(Decision, frozen=True):
     made: Count = 1
     fragments: Seq[Count] = ()
     clock: Count = 0
+    results: Seq[bytes] = ()
 
 
 @body(Kind.DISCARD)

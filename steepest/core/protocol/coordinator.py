@@ -23,6 +23,7 @@ from steepest.core.messages.gradients import (
     VersionStaged,
 )
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
+from steepest.core.messages.schema import encode_body
 from steepest.core.messages.snapshots import Read, Snapshot
 from steepest.core.protocol.commit_rules import Staged, Verdict, decided
 from steepest.core.protocol.commit_state import CommitState, Outgoing, with_rates
@@ -409,6 +410,7 @@ class Coordinator(ABC):
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance(made)
         readers, answers = self._committed(Made(pushes, reports, staleness, norm, skip, versions))
+        results = self.settle() if state.is_witnessed else []
         commit = CommitOrder(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,
@@ -418,8 +420,9 @@ class Coordinator(ABC):
             made=made,
             clock=clock,
             fragments=self._fragments(reports),
+            results=[encode_body(result) for _, result in results],
         )
-        return state.to_servers(commit) + answers + self._reads_due()
+        return state.to_servers(commit) + answers + results + self._reads_due()
 
     def _entry(
         self,

@@ -51,12 +51,6 @@ def _loss(outcome: Outcome, client: Client) -> tuple[Peer, str] | None:
     return None
 
 
-def _unheard(step: int, plan: SamplePlan | None) -> Result:
-    """Return the result of a committed step whose message was lost: samples without statistics."""
-    samples = 0 if plan is None else plan.position(step - 1).size
-    return Result(0, 0, step, samples, bytes_pushed=0, bytes_pulled=0, staleness=())
-
-
 @dataclass
 class StepRun:
     """The steps that one call asks for: the owner runs them, the caller gets the result of each."""
@@ -121,8 +115,6 @@ class Training:
         self.rates = cluster.rates
         self.stopping = False  # whether `stop` was called in the present `stoppable` block
         self._stoppable = 0  # blocks in each other in which `stop` has an effect
-        self._granted = 0  # the last step that workers were asked for
-        self._counted = 0  # the last step that was counted, or set
         self._newest = 0  # the greatest number of steps committed in the steps that are being taken
         self._supervisor = supervisor
         self._timeout = cluster.run_config.deadlines.step
@@ -276,9 +268,7 @@ class Training:
         self._began = system().now()
         self.running, self._idle = True, True
         self._newest = max(self.step, self._supervisor.promised)
-        # a call may have been interrupted beside a death
-        self._count_unheard(self.cluster.plan[0], run)
-        self._counted = self.step
+        self._catch_up(self.cluster.plan[0], run)  # an earlier call may have ended beside a death
         self.rates.put_in_force(self._newest)
         goal = self._goal(run)
         self._supervisor.snapshots.ensure()  # for a death in the first step
@@ -307,7 +297,7 @@ class Training:
                 self._supervisor.change()
                 self._supervisor.raise_kept()
             if self.cluster.client is not client:
-                taken.done = self._catch_up(client, plan, taken.done, run)
+                taken.done = self._catch_up(plan, run)
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
             if stopped or self._idle:
                 self.rates.put_in_force(self._newest)
@@ -330,7 +320,7 @@ class Training:
             most = min(goal, taken.done + max(lead - (run.handed_on - run.told), 0))
             if most > taken.granted and (taken.granted - taken.done) * 2 <= lead:
                 self._ask(most - taken.granted, run.stats, taken.generation)
-                taken.granted = self._granted = most
+                taken.granted = most
 
     def _stop_if_wanted(self, taken: _Taken, client: Client, *, changing: bool, goal: int) -> None:
         """Have workers stop for a change, or because the user wants it; find out after which step."""
@@ -373,23 +363,19 @@ class Training:
         if run.thread is not None and not self._supervisor.is_amid_change:
             self._supervisor.promised = max(self._supervisor.promised, self.step)
 
-    def _catch_up(self, before: Client, plan: SamplePlan | None, done: int, run: StepRun) -> int:
+    def _catch_up(self, plan: SamplePlan | None, run: StepRun) -> int:
         """Hand on the results of steps before a change; return how many steps are committed."""
         self._heard()
-        while done < self.step and not before.outcomes.empty():
-            late = before.outcomes.get()
-            if isinstance(late, Result):
-                done += 1
-                self._hand_on(late, plan, run)
-            elif isinstance(late, AuditDifference):
+        outcomes = self.cluster.client.outcomes
+        for _ in range(outcomes.qsize()):
+            late = outcomes.get()
+            if isinstance(late, AuditDifference):
                 self._supervisor.hear_difference(replace(late, waits=False))
-        self._count_unheard(plan, run)
-        return self.step  # it may have been set back
-
-    def _count_unheard(self, plan: SamplePlan | None, run: StepRun) -> None:
-        """Count the steps that are committed but of which no result has come, such as those beside a death."""
-        for step in range(self._counted + 1, min(self.step, self._granted) + 1):
-            self._hand_on(_unheard(step, plan), plan, run)
+            elif not isinstance(late, Result):
+                outcomes.put(late)
+            elif late.step <= self.step:  # else it is undone
+                self._hand_on(late, plan, run)
+        return self.step
 
     def _heard(self) -> None:
         """Note that processes are at work now."""
@@ -409,7 +395,6 @@ class Training:
 
     def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
         """Count a committed step, and return the user's view of its result."""
-        self._counted = result.step
         self.samples += result.samples
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from steepest.core.engine.shared_state import SharedState
+from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.messages.schema import reader_of
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.runtime.calls import has_answered
@@ -146,8 +148,14 @@ def _salvage(cluster: Cluster, holding: list[Any]) -> SharedState | None:
     names = cluster.names(holding)
     hearing = [runtime().call(actor, "heard") for actor in holding]
     heard = runtime().put(cluster.get(hearing, "say what it has heard", names))
-    telling = [runtime().call(actor, "state_of", heard) for actor in holding]
+    since = cluster.client.position.version
+    telling = [runtime().call(actor, "state_of", heard, since) for actor in holding]
     parts: list[Survivor] = cluster.get(telling, "catch up", names)
+    newest = max(parts, key=lambda part: part.position)
+    for data in newest.results:  # the coordinator may have died before it sent these
+        result = reader_of(Result).read(data, cluster.job.limits)
+        assert isinstance(result, Result)
+        cluster.client.outcomes.put(result)
     return assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
 
 
