@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from steepest.core.engine.server import Server
 from steepest.core.protocol.coordinator import Coordinator
-from steepest.core.protocol.job_coordinator import JobCoordinator
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
 from steepest.parameter_server.pusher import Pusher
 
@@ -24,8 +23,7 @@ def puts_of(server: Server) -> int:
 def undecided(of: Coordinator | Staging) -> int:
     """Return the number of pushes that were announced and are neither committed nor dropped."""
     if isinstance(of, Coordinator):
-        reports = of._step._reports if isinstance(of, JobCoordinator) else ()
-        return undecided(of.state.staging) + len(reports)
+        return undecided(of.state.staging) + len(of.state.open_step._reports)
     if isinstance(of, StagedTogether):
         return len(of._reports) + len(of._servers)
     assert isinstance(of, StagedEach)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
-from steepest import FailureConfig
+from steepest import FailureConfig, ParameterServerStrategy
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.sample_places import SamplePlaces
@@ -23,6 +23,7 @@ from steepest.errors import PeerLostError
 from tests.own_loop_runs import STRATEGIES
 from tests.own_loops import (
     BATCH,
+    SAMPLES,
     Parts,
     Script,
     accumulating,
@@ -299,15 +300,18 @@ def test_a_process_dies(strategy: str, seed: int) -> None:
     check(STRATEGIES[strategy], seed)
 
 
-def at_event(script: Any, strategy: Any, copies: int, event: int = 0) -> tuple[list[Any], int]:
+def at_event(
+    script: Any, strategy: Any, copies: int, event: int = 0, workers: int = 2
+) -> tuple[list[Any], int]:
     """The step, epoch, samples and loss of each row of a run whose coordinator dies; and the events of the run."""
     simulation = Simulation(1)
 
     def strike() -> None:
-        for each in simulation.living():
-            if each.name in ("steepest server 0", "steepest worker 0"):
-                simulation.world.kill(each, "it was killed. connection error code 2.")
-                return
+        living = {each.name: each for each in simulation.living()}
+        if (
+            found := living.get("steepest server 0") or living.get("steepest worker 0")
+        ) is not None:
+            simulation.world.kill(found, "it was killed. connection error code 2.")
 
     failure = FailureConfig(patience=math.inf, snapshot_every=copies)
     with simulation.running():
@@ -315,7 +319,7 @@ def at_event(script: Any, strategy: Any, copies: int, event: int = 0) -> tuple[l
             simulation.at_event(event, strike)
         found = steepest.run(
             script,
-            num_workers=2,
+            num_workers=workers,
             strategy=strategy,
             run_config=run_config(failure=failure),
             progress=False,
@@ -337,6 +341,20 @@ def test_whenever_the_coordinator_dies_the_history_has_all_of_each_step(
         expected, events = at_event(script, STRATEGIES[strategy], copies)
         found, _ = at_event(script, STRATEGIES[strategy], copies, events * part // 13)
         assert found == [pytest.approx(row) for row in expected]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("part", range(1, 13))
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_whenever_the_coordinator_dies_in_a_step_of_several_updates_all_samples_are_counted(
+    mode: str, part: int
+) -> None:
+    strategy = ParameterServerStrategy(mode=mode, num_servers=2, replication=2, chunk_bytes=64)
+    script = Script(plain)
+    _, events = at_event(script, strategy, 7, workers=3)
+    rows, _ = at_event(script, strategy, 7, events * part // 13, workers=3)
+    assert sum(samples for _, _, samples, _ in rows) == script.epochs * SAMPLES
+    assert all(loss > 0 for _, _, _, loss in rows)
 
 
 @pytest.mark.parametrize("micros", [1, 2])

@@ -11,9 +11,12 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from steepest.core.engine.coordinator_role import CoordinatorRole
+from steepest.core.messages.fields import Limits
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.messages.schema import encode_body, reader_of
+from steepest.core.messages.snapshots import Install
 from steepest.core.protocol.commit_rules import (
     CommitAll,
     Staged,
@@ -22,7 +25,7 @@ from steepest.core.protocol.commit_rules import (
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator, Updates
 from steepest.core.protocol.job_coordinator import JobCoordinator
-from steepest.core.protocol.step_summary import summarize
+from steepest.core.protocol.step_summary import OpenStep, summarize
 from steepest.errors import ProtocolError
 from tests.hand_moved_clock import HandMovedClock
 from tests.said import said
@@ -153,9 +156,9 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
         return Report(0, 0, 0, 0, total, samples, 10, 5, loss, metrics, timings)
 
     reports = [
-        (said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1), 0),
-        (said(3.0, 4, 8.0, {"a": 3.0}, 0.3), 2),
-        (said(0.0, 0, 0.0, {}, 0.0), 1),
+        (0, said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1), 0),
+        (1, said(3.0, 4, 8.0, {"a": 3.0}, 0.3), 2),
+        (2, said(0.0, 0, 0.0, {}, 0.0), 1),
     ]
     found = summarize(reports, [1.0, None, 4.0], True)
     assert found["timings"].pop("compute") == pytest.approx(0.4 / 3)
@@ -168,10 +171,47 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
         "loss": 7.0,
         "metrics": {"a": 2.5, "b": 5.0},
         "timings": {},
+        "spent": [(0, 0.0, 0.1, 0.0), (1, 0.0, 0.3, 0.0)],
     }
     sums = {"staleness": [0, 2, 1], "samples": 6, "bytes_pushed": 30, "bytes_pulled": 15}
     assert summarize(reports, [None], False) == sums
     assert math.isnan(summarize(reports[2:], [], True)["loss"])
+
+
+def test_another_coordinator_goes_on_with_a_step_that_has_begun() -> None:
+    """Its state travels in messages, and back from a server or a client."""
+    reports = [
+        Report(
+            0,
+            0,
+            1,
+            0,
+            1.0,
+            2,
+            10,
+            5,
+            4.0,
+            {"a": 1.0},
+            {"compute": 0.1},
+            notes=[(7, 1.0, {"x": 2.0})],
+        ),
+        Report(0, 0, 1, 1, 3.0, 4, 10, 5, 8.0, {"a": 3.0}, {"compute": 0.3}, more=[[1, 2]]),
+    ]
+    alone, first, second = OpenStep(), OpenStep(), OpenStep()
+    for step in (alone, first):
+        step.add_norm(1.0)
+        step.add(1, reports[0], 0)
+    state = first.state()
+    travelled = Install(1, 2, state={"ledger": [0], **state})
+    second.load(reader_of(Install).read(encode_body(travelled.pack()), Limits(chunks=4)).state)
+    for step in (alone, second):
+        step.add_norm(None)
+        step.add(0, reports[1], 1)
+    assert second.end(True) == alone.end(True)
+    assert second.state() == {}
+    for damaged in ({"reports": 1, "norms": []}, {"reports": [[0, [1], 0]], "norms": []}, {}):
+        with pytest.raises(ProtocolError, match="a step that has begun"):
+            second.load({"open": damaged})
 
 
 def test_metrics_with_weights_of_their_own_are_averaged_by_them() -> None:
@@ -182,11 +222,11 @@ def test_metrics_with_weights_of_their_own_are_averaged_by_them() -> None:
     ]
     assert mean_metrics(parts) == ({"a": 1.75, "b": 1.1, "c": 4.0}, {"b": 10.0, "c": 0.0})
     reports = [
-        (Report(0, 0, 0, 0, e.weight, 1, 0, 0, 1.0, {"b": e.metrics["b"]}, weights=e.weights), 0)
+        (0, Report(0, 0, 0, 0, e.weight, 1, 0, 0, 1.0, {"b": e.metrics["b"]}, weights=e.weights), 0)
         for e in parts[:2]
     ]
     assert summarize(reports, [], True)["metrics"] == {"b": pytest.approx(1.1)}
-    assert [report.weights for report, _ in reports] == [{"b": 9.0}, {"b": 1.0}]
+    assert [report.weights for _, report, _ in reports] == [{"b": 9.0}, {"b": 1.0}]
     assert math.isnan(mean_metrics([Measured({"a": 1.0}, 0.0, {})])[0]["a"])
 
 

@@ -22,8 +22,9 @@ class SharedState:
     weights: torch.Tensor | None = None
     #: The optimizer's state, slice by slice, and opaque chunks, piece by piece.
     records: list[Record] = field(default_factory=list)
-    #: Of the coordinator: "ledger" (see `Leases.state`), "history" and, if the schedule has a state that
-    #: can be carried, "schedule" (see `Schedule.state`), which may be of an earlier step.
+    #: Of the coordinator: "ledger" (see `Leases.state`), "history", "open" if a step has begun (see `OpenStep.state`)
+    #: and, if the schedule has a state that can be carried, "schedule" (see `Schedule.state`), which may be of an
+    #: earlier step.
     state: dict[str, Any] = field(default_factory=dict)
     #: From the arrival of a server's first part to that of its last: the most of all servers.
     seconds: float = 0.0

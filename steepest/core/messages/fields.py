@@ -130,6 +130,7 @@ class _CoordinatorState(TypedDict, total=False):
     ledger: Annotated[Sequence[Count], Meta(min_length=1)]  # see `Leases.state`
     history: _Tally
     schedule: dict[str, Any]  # see `Schedule.state`
+    open: dict[str, Any]  # see `OpenStep.state`
 
 
 if TYPE_CHECKING:  # who uses them knows more of them than their names

@@ -25,6 +25,7 @@ from steepest.core.protocol.commit_rules import (
 )
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
 from steepest.core.protocol.sample_leases import Leases
+from steepest.core.protocol.step_summary import OpenStep
 from steepest.errors import ProtocolError
 
 
@@ -241,6 +242,7 @@ class CommitState:
             StagedEach(holding) if stages_each(rule) else StagedTogether(holding)
         )
         self.leases = Leases(rule, members)  # which worker computes which share of the samples
+        self.open_step = OpenStep()  # the pushes that are committed and of no whole step
         self.history = CommitHistory(keep_log)  # counters, and the log if it is kept
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
         self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
@@ -295,6 +297,7 @@ class CommitState:
             self.leases.restore(state.get("ledger", [first]))
             if "history" in state:
                 self.history.load_state(state["history"])
+        self.open_step.load(state or {} if leases_samples(self.rule) else {})
         if self._schedule is not None:
             self._schedule.load_state((state or {}).get("schedule"))
             self.schedule_behind = True
@@ -346,8 +349,9 @@ class CommitState:
         return entry if self._witnessed and self.history.keeps_log else None
 
     def recovery_state(self) -> dict[str, Any]:
-        """Return the "ledger" and "history" that another coordinator needs to go on from here."""
-        return {"ledger": self.leases.state(), "history": self.history.counts()}
+        """Return the "ledger", the "history", and the "open" step with which another coordinator goes on from here."""
+        ledger = self.leases.state()
+        return {"ledger": ledger, "history": self.history.counts(), **self.open_step.state()}
 
     def schedule_state(self) -> dict[str, ScheduleState]:
         """Return the state of the schedule as "schedule"; empty if it has none."""

@@ -284,6 +284,7 @@ class Coordinator(ABC):
         if read.at > state.version:
             self._waiting[source] = read
             return []
+        results = self.settle()
         passed_on = None if read.what in ("weights", "opaque") else state.recovery_state()
         order = Snapshot(
             *(state.generation, read.sequence, state.version),
@@ -296,7 +297,7 @@ class Coordinator(ABC):
         orders = [order] * len(state.servers)
         if passed_on is not None:  # the schedule's may be long: one server passes it on
             orders[0] = replace(order, state={**passed_on, **state.schedule_state()})
-        return [
+        return results + [
             (server_peer(server), order.pack())
             for server, order in zip(state.servers, orders, strict=True)
         ]

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from steepest.core.messages.gradients import CommitOrder, Decision
 
 #: The decisions that are remembered: a server that lags by more cannot be brought up to date.
@@ -22,7 +24,12 @@ class DecisionLog:
         self.schedule: dict[str, Any] = {}
 
     def hear(self, decision: Decision) -> None:
-        """Add a decision, with the entry of the log and the schedule's state that it has."""
+        """Add a decision, with the entry of the log and the schedule's state that it has.
+
+        The coordinator's state of the one before is dropped: nobody goes on from that.
+        """
+        if self._recent:
+            self._recent[-1] = replace(self._recent[-1], state=None)
         self._recent.append(decision)
         if isinstance(decision, CommitOrder) and decision.entry is not None:
             self.log.append(decision.entry)

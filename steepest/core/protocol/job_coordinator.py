@@ -24,7 +24,6 @@ from steepest.core.protocol.commit_rules import Staged, knows_norms
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator, Made, Readers, Updates
 from steepest.core.protocol.push_tracking import Reported, StagedEach, StagedTogether
-from steepest.core.protocol.step_summary import OpenStep
 from steepest.core.status import Status
 from steepest.errors import ProtocolError, listed
 
@@ -81,7 +80,6 @@ class JobCoordinator(Coordinator):
         self._last_failure: tuple[Peer | None, int] = (None, 0)
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
-        self._step = OpenStep()
         # commits whose pushes are not counted yet, with their generation and the version before
         self._unsettled: list[tuple[int, int, Made]] = []
         self._since = math.inf  # when the open version was begun, on the caller's clock
@@ -351,7 +349,6 @@ class JobCoordinator(Coordinator):
             return [(client, Refused(install.sequence, why, peer).pack())]
         self.state.install(install, self.joined)
         self.limit = self.state.version
-        self._step.clear()
         self._installs.append((client, install.sequence))
         if self.joined == self.state.members:
             return self._begin_generation(reload=True)
@@ -428,10 +425,10 @@ class JobCoordinator(Coordinator):
         per_step = self.state.versions_per_step
         unsettled, self._unsettled = self._unsettled, []
         for generation, version, made in unsettled:
-            self._step.add_norm(made.norm)
+            self.state.open_step.add_norm(made.norm)
             for (worker, report), versions in zip(made.reports.items(), made.versions, strict=True):
                 assert isinstance(report, Report)
-                self._step.add(worker, report, made.staleness[worker])
+                self.state.open_step.add(worker, report, made.staleness[worker])
                 if versions:  # pushes may be of the end of one step and the beginning of the next
                     ended, version = version // per_step, version + versions
                     out += self._results(generation, ended, version // per_step)
@@ -454,7 +451,7 @@ class JobCoordinator(Coordinator):
         if now == ended:
             return []
         version = now * self.state.versions_per_step
-        result = driver.Result(generation, version, now, **self._step.end(self._stats))
+        result = driver.Result(generation, version, now, **self.state.open_step.end(self._stats))
         return [] if self._client is None else [(self._client, result.pack())]
 
     def _dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from msgspec import ValidationError, convert, to_builtins
+from msgspec.structs import replace
 
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.means import Measured, mean_metrics
+from steepest.errors import ProtocolError
 
 
 class OpenStep:
     """The pushes and versions of the training step that is not whole yet."""
 
     def __init__(self) -> None:
-        self._reports: list[tuple[Report, int]] = []
-        self._spent: list[tuple[int, float, float, float]] = []  # see `Result.spent`
+        self._reports: list[tuple[int, Report, int]] = []  # the worker first, staleness last
         self._norms: list[float | None] = []
-        self._notes: list[tuple[int, int, float, dict[str, float]]] = []  # see `Result.notes`
 
     def add(self, worker: int, report: Report, staleness: int) -> None:
         """Add the report of a worker's committed push, and its staleness in versions."""
-        self._reports.append((report, staleness))
-        if report.notes:
-            self._notes += [(worker, *note) for note in report.notes]
-        if (spent := report.timings) and report.samples:
-            data, compute, wait = spent.get("data"), spent.get("compute"), spent.get("wait")
-            self._spent.append((worker, data or 0.0, compute or 0.0, wait or 0.0))
+        self._reports.append((worker, report, staleness))
 
     def add_norm(self, norm: float | None) -> None:
         """Add the norm of a version's gradient; None where it is not known."""
@@ -35,34 +32,58 @@ class OpenStep:
     def clear(self) -> None:
         """Forget the pushes, and begin another step."""
         self._reports.clear()
-        self._spent.clear()
         self._norms.clear()
-        self._notes.clear()
 
     def end(self, stats: bool) -> dict[str, Any]:
         """Return the summary of the step, see `summarize`, and begin another one."""
         summary = summarize(self._reports, self._norms, stats)
-        if stats and self._spent:
-            summary["spent"] = list(self._spent)
-        if self._notes:
-            summary["notes"] = list(self._notes)
         self.clear()
         return summary
 
+    def state(self) -> dict[str, Any]:
+        """Return as "open" what another coordinator needs to go on with the step; nothing before its first push."""
+        if not self._reports:
+            return {}
+        reports = [
+            [worker, to_builtins(replace(report, more=None, audit=None)), staleness]
+            for worker, report, staleness in self._reports
+        ]
+        return {"open": {"reports": reports, "norms": list(self._norms)}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with the step of a `state`, or begin one where it has none.
+
+        Raises:
+            ProtocolError: it is no such state.
+        """
+        self.clear()
+        if (begun := state.get("open")) is None:
+            return
+        try:
+            found = convert(begun, _StepState)
+        except ValidationError as error:
+            raise ProtocolError(f"a step that has begun: {error}") from None
+        self._reports, self._norms = found["reports"], found["norms"]
+
+
+class _StepState(TypedDict):
+    reports: list[tuple[int, Report, int]]
+    norms: list[float | None]
+
 
 def summarize(
-    reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool
+    reports: Sequence[tuple[int, Report, int]], norms: Iterable[float | None], stats: bool
 ) -> dict[str, Any]:
     """Return the fields of a `Result`.
 
     Args:
-        reports: of each push, with its staleness in versions.
+        reports: of each push, with its worker and its staleness in versions.
         norms: of each version's gradient; None if unknown.
         stats: whether to add loss and metrics, means over samples, and mean timings in seconds.
     """
-    pushes = [report for report, _ in reports]
+    pushes = [report for _, report, _ in reports]
     summary: dict[str, Any] = {
-        "staleness": [staleness for _, staleness in reports],
+        "staleness": [staleness for _, _, staleness in reports],
         "samples": sum([report.samples for report in pushes]),
         "bytes_pushed": sum([report.bytes_pushed for report in pushes]),
         "bytes_pulled": sum([report.bytes_pulled for report in pushes]),
@@ -74,6 +95,17 @@ def summarize(
         summary["epoch"] = known_epochs[0]
     if hypers := [report.hyper for report in pushes if report.hyper is not None]:
         summary["hyper"] = hypers[0]
+    notes, spent = [], []
+    for worker, report, _ in reports:
+        if report.notes:
+            notes += [(worker, *note) for note in report.notes]
+        if stats and (took := report.timings) and report.samples:
+            seconds = took.get("data", 0.0), took.get("compute", 0.0), took.get("wait", 0.0)
+            spent.append((worker, *seconds))
+    if notes:
+        summary["notes"] = notes
+    if spent:
+        summary["spent"] = spent
     with_loss = [report for report in pushes if report.loss is not None]
     if not stats or not with_loss:
         return summary

@@ -191,7 +191,11 @@ class JobState:
             job=job,
             plan=job.plan(self.step, self.remaining, self.seed),
             shared=SharedState(
-                job.version_of(self.step), weights, state={"history": shared.state["history"]}
+                job.version_of(self.step),
+                weights,
+                state={
+                    key: shared.state[key] for key in ("history", "open") if key in shared.state
+                },
             ),
             # what is left of the driver's copy: each worker's own, in a form that fits any processes
             workers=None,
