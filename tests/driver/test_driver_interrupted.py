@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
+from steepest.runtime.recovery import stocktaking
 from tests.pairs import pairwise
 from tests.reference import difference
 from tests.simulated_programs import quiet
@@ -24,6 +25,7 @@ from tests.struck_jobs import (
     DIED,
     ERRORS,
     KINDS,
+    MOMENTUM,
     TOLERANCE,
     Alarm,
     Alone,
@@ -33,6 +35,7 @@ from tests.struck_jobs import (
     length,
     running,
     strike,
+    timed,
 )
 
 RATIO = 0.6180339887  # its multiples are spread evenly between whole numbers
@@ -103,6 +106,31 @@ def test_no_step_lacks_in_the_history_at_whichever_moment_of_one_a_death_and_ctr
             job.expect(*(job.alone.at(job.alone.step + more) for more in range(5)))
             job.works()
             job.end()
+
+
+def test_a_callback_hears_once_of_a_step_whose_result_was_found_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stock is taken again where a process dies while it is taken."""
+    salvage, found = stocktaking._salvage, []
+
+    def twice(cluster: Any, holding: list[Any]) -> Any:
+        before = cluster.client.outcomes.qsize()
+        salvage(cluster, holding)
+        state = salvage(cluster, holding)
+        found.append(cluster.client.outcomes.qsize() - before)
+        return state
+
+    monkeypatch.setattr(stocktaking, "_salvage", twice)
+    for event in range(64, 130, 6):
+        with running(KINDS["copies"], 3, tmp_path, task=timed(MOMENTUM, 1e-3)) as job:
+            job.simulation.at_event(event, lambda job=job: job.kill("server 0"))
+            heard = Heard()
+            job.trainer.fit(steps=12, callbacks=[heard], progress=False)
+            assert heard.steps == list(range(1, 13))
+            rows = job.trainer.history.steps
+            assert job.trainer.stats().samples == sum(row["samples"] for row in rows)
+    assert any(found)
 
 
 def every(*quick: tuple[str, str, int], long: int) -> list[Any]:

@@ -308,10 +308,9 @@ def at_event(
 
     def strike() -> None:
         living = {each.name: each for each in simulation.living()}
-        if (
-            found := living.get("steepest server 0") or living.get("steepest worker 0")
-        ) is not None:
-            simulation.world.kill(found, "it was killed. connection error code 2.")
+        victim = living.get("steepest server 0") or living.get("steepest worker 0")
+        if victim is not None:
+            simulation.world.kill(victim, "it was killed. connection error code 2.")
 
     failure = FailureConfig(patience=math.inf, snapshot_every=copies)
     with simulation.running():

@@ -180,22 +180,19 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
 
 def test_another_coordinator_goes_on_with_a_step_that_has_begun() -> None:
     """Its state travels in messages, and back from a server or a client."""
+    place = {
+        "generation": 0,
+        "incarnation": 0,
+        "sequence": 1,
+        "bytes_pushed": 10,
+        "bytes_pulled": 5,
+    }
+    notes, timings = [(7, 1.0, {"x": 2.0})], {"compute": 0.1}
     reports = [
+        Report(**place, pulled=0, total=1.0, samples=2, loss=4.0, timings=timings, notes=notes),
         Report(
-            0,
-            0,
-            1,
-            0,
-            1.0,
-            2,
-            10,
-            5,
-            4.0,
-            {"a": 1.0},
-            {"compute": 0.1},
-            notes=[(7, 1.0, {"x": 2.0})],
+            **place, pulled=1, total=3.0, samples=4, loss=8.0, metrics={"a": 3.0}, more=[[1, 2]]
         ),
-        Report(0, 0, 1, 1, 3.0, 4, 10, 5, 8.0, {"a": 3.0}, {"compute": 0.3}, more=[[1, 2]]),
     ]
     alone, first, second = OpenStep(), OpenStep(), OpenStep()
     for step in (alone, first):

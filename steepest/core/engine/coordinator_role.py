@@ -91,7 +91,7 @@ class CoordinatorRole:
         commits = 0
         for peer, message in decisions:
             if message.kind is Kind.SNAPSHOT:
-                self._send_results()  # a job that goes back to the snapshot lacks no result of a step before it
+                self._send_results()  # first, so that a job that goes back to the snapshot has them
             if message.kind is Kind.COMMIT:
                 commits += peer.index in self.coordinator.holding
             elif commits > 1:

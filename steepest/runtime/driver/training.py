@@ -366,14 +366,15 @@ class Training:
     def _catch_up(self, plan: SamplePlan | None, run: StepRun) -> int:
         """Hand on the results of steps before a change; return how many steps are committed."""
         self._heard()
-        outcomes = self.cluster.client.outcomes
+        outcomes, last = self.cluster.client.outcomes, 0
         for _ in range(outcomes.qsize()):
             late = outcomes.get()
             if isinstance(late, AuditDifference):
                 self._supervisor.hear_difference(replace(late, waits=False))
             elif not isinstance(late, Result):
                 outcomes.put(late)
-            elif late.step <= self.step:  # else it is undone
+            elif last < late.step <= self.step:  # else stock was taken twice, or the step is undone
+                last = late.step
                 self._hand_on(late, plan, run)
         return self.step
 
