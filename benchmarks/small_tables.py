@@ -11,6 +11,7 @@ rows, SGD for the weights of the factors. Contenders:
 ``fbgemm``            the same with FBGEMM's kernels for rows, whose backward pass updates them; it needs
                       `pip install --no-deps fbgemm-gpu-cpu==1.8.0` beside torch 2.13, in an environment of its own
 ``ps``, ``async``     two workers and one server, rows on the server
+``ps one shard``      the same with the number of each table's rows told, so that a table has one shard instead of eight
 ``... replicated``    the same with tables that workers hold as weights
 
 Times are of one step, of 2,048 pairs, in milliseconds: by the wall clock, and of the processor in all processes
@@ -235,6 +236,7 @@ CONTENDERS: dict[str, Any] = {
     "fbgemm": lambda: Plain(fbgemm=True),
     "ps": lambda: Job("ps", {}),
     "async": lambda: Job("async", {}),
+    "ps one shard": lambda: Job("ps", {"replicate": False}),  # as their number of rows is told
     "ps replicated": lambda: Job("ps", REPLICATED),
     "async replicated": lambda: Job("async", REPLICATED),
 }
